@@ -1,0 +1,99 @@
+"""Every option of the server, one frozen dataclass per component; the root `ServeConfig` composes them.
+
+A component's constructor takes its own dataclass, never the root. `None` stands for "decide at start"; the engine's
+ready message says what was decided. Names are vLLM's where vLLM has the option.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headrace.config.fields import option
+
+BACKENDS = ("auto", "reference", "reference-exact")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model, and how it computes."""
+
+    model: str = option("smollm2", "alias, Hugging Face id, folder of safetensors, or GGUF file", metavar="MODEL")
+    revision: str | None = option(None, "branch, tag or commit of a Hugging Face id", metavar="REV")
+    tokenizer: str | None = option(None, "tokenizer folder or file, if not the model's own", metavar="PATH")
+    chat_template: str | None = option(None, "file with a Jinja chat template, or the template itself", metavar="PATH")
+    served_model_name: tuple[str, ...] = option(
+        (), "names that requests may use (default: the model's)", metavar="NAME"
+    )
+    max_model_len: int | None = option(None, "longest prompt plus output, in tokens (default: the model's)")
+    backend: str = option("auto", "kernels; reference-exact gives the same bits in any batch", choices=BACKENDS)
+    seed: int = option(0, "seed of requests that bring none is drawn from a generator that starts here; 0: random")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """KV memory."""
+
+    block_size: int = option(16, "tokens per KV block")
+    kv_cache_memory: str | None = option(None, "KV memory, such as 512MiB or 2GiB", metavar="SIZE")
+    kv_cache_fraction: float = option(0.25, "share of the free memory for KV, when --kv-cache-memory is not given")
+    num_kv_blocks: int | None = option(None, "number of KV blocks; overrides both sizes (tests)")
+    enable_prefix_caching: bool = option(True, "reuse the KV of prompt prefixes across requests")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Batching."""
+
+    max_num_seqs: int = option(64, "sequences that run at once")
+    max_num_batched_tokens: int = option(512, "tokens that one step computes at most, prefill and decode together")
+    priority_ageing_s: float = option(10.0, "a request one priority level lower runs as if it had come this much later")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmissionConfig:
+    """What the front end accepts."""
+
+    max_queued_requests: int = option(1024, "choices that may wait for their first token; more: 429")
+    max_queued_tokens: int = option(1_000_000, "prompt tokens that may wait for their first token; more: 429")
+    max_logprobs: int = option(20, "most logprobs that a request may ask for; -1: the vocabulary")
+    max_n: int = option(128, "most choices per prompt")
+    max_stop_strings: int = option(16, "most stop strings of a request")
+    max_stop_tokens: int = option(64, "longest stop string, in tokens")
+    max_body_bytes: int = option(32 * 1024 * 1024, "largest request body; more: 413")
+    default_timeout_s: float | None = option(None, "deadline of requests that bring none, waiting included")
+    strict_fields: bool = option(False, "refuse unknown request fields instead of a warning header")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """HTTP and processes."""
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on; 0: any free one")
+    api_servers: int = option(1, "front-end processes on the port")
+    api_key: tuple[str, ...] = option((), "user key; repeatable (or HEADRACE_API_KEY)", metavar="KEY")
+    admin_key: tuple[str, ...] = option((), "key of the control routes (or HEADRACE_ADMIN_KEY)", metavar="KEY")
+    drain_timeout: float = option(30.0, "seconds that running requests get after SIGTERM")
+    heartbeat_timeout: float = option(10.0, "seconds without a heartbeat after which the engine counts as stalled")
+    startup_timeout: float = option(600.0, "seconds that the engine may take to load")
+    mock_engine: bool = option(False, "EchoModel in place of a model: for tests of the front end")
+    log_level: str = option("info", "least severe log line", choices=("debug", "info", "warning", "error"))
+    cors_origin: tuple[str, ...] = option((), "origin that browsers may call from; repeatable", metavar="ORIGIN")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What an engine process needs."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """Everything `headrace serve` takes."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)

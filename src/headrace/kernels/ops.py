@@ -1,0 +1,144 @@
+"""The op interface: what a model definition may ask of a backend, and what one step hands to it.
+
+A model (`models/decoder.py`) is written once against `Ops`, over opaque tensor handles. The numpy reference runs each call
+at once; a compiled backend records the calls the first time and replays them for any number of rows. That is why a model
+must not branch on a batch's contents: everything that varies from step to step stands in `StepInputs`.
+
+Shape suffixes: T tokens of the step, D hidden, H query heads, G KV heads, K head size, F feed-forward, V vocabulary,
+S sequences, R rows whose logits are wanted, B block-table width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+Tensor = Any
+"""A backend's own handle of an activation, [T, ...] float."""
+Packed = Any
+"""A backend's own handle of a weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step as arrays. Sequence s owns rows query_starts[s] to query_starts[s + 1] of the T tokens."""
+
+    token_ids_T: np.ndarray  # int32
+    positions_T: np.ndarray  # int32, absolute
+    kv_slots_T: np.ndarray  # int64, where the token's K and V go: block id * block size + offset
+    query_starts: np.ndarray  # int32 [S + 1]
+    context_lens_S: np.ndarray  # int32, tokens of the sequence after this step
+    block_tables_SB: np.ndarray  # int32, block ids, padded with 0
+    logit_rows_R: np.ndarray  # int32, indices into T
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary embedding (RoFormer, arXiv 2104.09864): inverse frequencies with any scaling already in them."""
+
+    inv_freq: np.ndarray  # float32 [K / 2] (or half of the rotated part)
+    is_interleaved: bool  # pairs are (0, 1), (2, 3), ...; else (i, i + K / 2)
+    attention_scale: float = 1.0  # multiplies cos and sin (YaRN)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Shape and variant of one layer's attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int | None = None  # a token sees itself and the window - 1 tokens before it
+    soft_cap: float | None = None
+
+
+class Ops(Protocol):
+    """One step's operations. The step's `StepInputs` and the KV memory are bound to the instance."""
+
+    def embed(self, table: Packed) -> Tensor:
+        """Rows of the [V, D] table for the step's tokens: [T, D]."""
+        ...
+
+    def scale(self, x: Tensor, factor: float) -> Tensor: ...
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor: ...
+
+    def rms_norm(self, x: Tensor, weight: Packed, eps: float) -> Tensor:
+        """Over the last axis; `weight` has its length, so [T, H, K] with a [K] weight norms each head."""
+        ...
+
+    def linear(self, x: Tensor, weight: Packed) -> Tensor:
+        """x [T, in] times the transpose of [out, in], plus the bias that was packed with it."""
+        ...
+
+    def split(self, x: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Along the last axis."""
+        ...
+
+    def heads(self, x: Tensor, num_heads: int) -> Tensor:
+        """[T, heads * K] seen as [T, heads, K]."""
+        ...
+
+    def rope(self, x_THK: Tensor, rope: RopeSpec) -> Tensor: ...
+
+    def attention(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, layer: int, spec: AttentionSpec) -> Tensor:
+        """Stores K and V of the step's tokens in the layer's paged memory, then attends causally: [T, H * K]."""
+        ...
+
+    def gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        """activation(gate) * up; `activation` is silu, gelu or gelu_tanh."""
+        ...
+
+    def logit_rows(self, x: Tensor) -> Tensor:
+        """The rows whose logits are wanted: [R, D]."""
+        ...
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap)."""
+        ...
+
+
+class Model(Protocol):
+    """What a backend runs: the decoder, as a function of ops alone."""
+
+    def forward(self, ops: Ops) -> Tensor:
+        """Logits [R, V]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """KV memory of a model: every layer holds K and V of shape [num_blocks, block_size, G, K]."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+
+
+class Backend(Protocol):
+    """Gives the ops a meaning, owns packed weights and KV memory. Used by one thread."""
+
+    name: str
+    kv_itemsize: int  # bytes of one element of KV memory
+
+    def pack_linear(self, parts: list[Any], bias: list[Any] | None = None) -> Packed:
+        """Stacks checkpoint tensors of shape [out_i, in] along `out` into one weight (bias parts likewise)."""
+        ...
+
+    def pack_table(self, tensor: Any) -> Packed:
+        """An embedding table [V, D]; the same handle also serves `linear` (a tied head)."""
+        ...
+
+    def pack_vector(self, tensor: Any) -> Packed: ...
+
+    def allocate_kv(self, spec: KVSpec, num_blocks: int, block_size: int) -> None: ...
+
+    def run(self, model: Model, inputs: StepInputs) -> np.ndarray:
+        """One step: logits float32 [R, V]. Raises nothing on any finite or non-finite weight."""
+        ...
