@@ -1,4 +1,4 @@
-"""A real `headrace serve` for end-to-end tests: starts it on a free port, waits for its ready line, ends its process group.
+"""A real `headrace serve` for end-to-end tests: starts it on a free port, waits for its ready line, ends its group.
 
 Used by tests/e2e and by the scripts under tools/. The server's own output is kept and shown when it does not start.
 """
