@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from headrace.config.fields import option
 
-BACKENDS = ("auto", "reference", "reference-exact")
+BACKENDS = ("auto", "native", "reference", "reference-exact")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,19 +24,37 @@ class ModelConfig:
     served_model_name: tuple[str, ...] = option(
         (), "names that requests may use (default: the model's)", metavar="NAME"
     )
-    max_model_len: int | None = option(None, "longest prompt plus output, in tokens (default: the model's)")
-    backend: str = option("auto", "kernels; reference-exact gives the same bits in any batch", choices=BACKENDS)
-    seed: int = option(0, "seed of requests that bring none is drawn from a generator that starts here; 0: random")
+    max_model_len: int | None = option(None, "longest prompt plus output, in tokens (default: the model's)", minimum=1)
+    backend: str = option(
+        "auto",
+        "kernels: native is compiled, the others are numpy; all but reference give the same bits in any batch",
+        choices=BACKENDS,
+    )
+    threads: int | None = option(None, "threads of the native kernels (default: the cores that may be used)", minimum=1)
+    kv_cache_dtype: str = option(
+        "auto", "KV memory of the native kernels; auto is fp16", choices=("auto", "fp16", "int8")
+    )
+    quantization: str | None = option(
+        None, "round the weights of a float model to 8 or 4 bits at load (native kernels)", choices=("w8", "w4")
+    )
+    seed: int = option(
+        0,
+        "seed of requests that bring none is drawn from a generator that starts here; 0: random",
+        minimum=0,
+        maximum=2**63 - 1,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """KV memory."""
 
-    block_size: int = option(16, "tokens per KV block")
+    block_size: int = option(16, "tokens per KV block", minimum=1, maximum=4096)
     kv_cache_memory: str | None = option(None, "KV memory, such as 512MiB or 2GiB", metavar="SIZE")
-    kv_cache_fraction: float = option(0.25, "share of the free memory for KV, when --kv-cache-memory is not given")
-    num_kv_blocks: int | None = option(None, "number of KV blocks; overrides both sizes (tests)")
+    kv_cache_fraction: float = option(
+        0.25, "share of the free memory for KV, when --kv-cache-memory is not given", above=0, maximum=1
+    )
+    num_kv_blocks: int | None = option(None, "number of KV blocks; overrides both sizes (tests)", minimum=1)
     enable_prefix_caching: bool = option(True, "reuse the KV of prompt prefixes across requests")
 
 
@@ -44,24 +62,33 @@ class CacheConfig:
 class SchedulerConfig:
     """Batching."""
 
-    max_num_seqs: int = option(64, "sequences that run at once")
-    max_num_batched_tokens: int = option(512, "tokens that one step computes at most, prefill and decode together")
-    priority_ageing_s: float = option(10.0, "a request one priority level lower runs as if it had come this much later")
+    max_num_seqs: int = option(64, "sequences that run at once", minimum=1)
+    max_num_batched_tokens: int = option(
+        512, "tokens that one step computes at most, prefill and decode together", minimum=1
+    )
+    priority_ageing_s: float = option(
+        10.0, "a request one priority level lower runs as if it had come this much later", minimum=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdmissionConfig:
     """What the front end accepts."""
 
-    max_queued_requests: int = option(1024, "choices that may wait for their first token; more: 429")
-    max_queued_tokens: int = option(1_000_000, "prompt tokens that may wait for their first token; more: 429")
-    max_logprobs: int = option(20, "most logprobs that a request may ask for; -1: the vocabulary")
-    max_n: int = option(128, "most choices per prompt")
-    max_stop_strings: int = option(16, "most stop strings of a request")
-    max_stop_tokens: int = option(64, "longest stop string, in tokens")
-    max_body_bytes: int = option(32 * 1024 * 1024, "largest request body; more: 413")
-    default_timeout_s: float | None = option(None, "deadline of requests that bring none, waiting included")
+    max_queued_requests: int = option(1024, "choices that may wait for their first token; more: 429", minimum=1)
+    max_queued_tokens: int = option(
+        1_000_000, "prompt tokens that may wait for their first token; more: 429", minimum=1
+    )
+    max_logprobs: int = option(20, "most logprobs that a request may ask for; -1: the vocabulary", minimum=-1)
+    max_n: int = option(128, "most choices per prompt", minimum=1)
+    max_stop_strings: int = option(16, "most stop strings of a request", minimum=0)
+    max_stop_tokens: int = option(64, "longest stop string, in tokens", minimum=1)
+    max_body_bytes: int = option(32 * 1024 * 1024, "largest request body; more: 413", minimum=1)
+    default_timeout_s: float | None = option(None, "deadline of requests that bring none, waiting included", above=0)
     strict_fields: bool = option(False, "refuse unknown request fields instead of a warning header")
+    trust_request_chat_template: bool = option(
+        False, "let requests bring their own chat_template: it is sandboxed, yet may burn CPU"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +96,15 @@ class ServerConfig:
     """HTTP and processes."""
 
     host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(8000, "port to listen on; 0: any free one")
-    api_servers: int = option(1, "front-end processes on the port")
+    port: int = option(8000, "port to listen on; 0: any free one", minimum=0, maximum=65535)
+    api_servers: int = option(1, "front-end processes on the port", minimum=1)
     api_key: tuple[str, ...] = option((), "user key; repeatable (or HEADRACE_API_KEY)", metavar="KEY")
     admin_key: tuple[str, ...] = option((), "key of the control routes (or HEADRACE_ADMIN_KEY)", metavar="KEY")
-    drain_timeout: float = option(30.0, "seconds that running requests get after SIGTERM")
-    heartbeat_timeout: float = option(10.0, "seconds without a heartbeat after which the engine counts as stalled")
-    startup_timeout: float = option(600.0, "seconds that the engine may take to load")
+    drain_timeout: float = option(30.0, "seconds that running requests get after SIGTERM", minimum=0)
+    heartbeat_timeout: float = option(
+        10.0, "seconds without a heartbeat after which the engine counts as stalled", above=0
+    )
+    startup_timeout: float = option(600.0, "seconds that the engine may take to load", above=0)
     mock_engine: bool = option(False, "EchoModel in place of a model: for tests of the front end")
     log_level: str = option("info", "least severe log line", choices=("debug", "info", "warning", "error"))
     cors_origin: tuple[str, ...] = option((), "origin that browsers may call from; repeatable", metavar="ORIGIN")

@@ -1,0 +1,1 @@
+"""The supervisor process, `headrace serve` itself: see `supervisor.py`."""

@@ -1,8 +1,8 @@
 """The op interface: what a model definition may ask of a backend, and what one step hands to it.
 
-A model (`models/decoder.py`) is written once against `Ops`, over opaque tensor handles. The numpy reference runs each call
-at once; a compiled backend records the calls the first time and replays them for any number of rows. That is why a model
-must not branch on a batch's contents: everything that varies from step to step stands in `StepInputs`.
+A model (`models/decoder.py`) is written once against `Ops`, over opaque tensor handles. The numpy reference runs each
+call at once; a compiled backend records the calls the first time and replays them for any number of rows. That is why a
+model must not branch on a batch's contents: everything that varies from step to step stands in `StepInputs`.
 
 Shape suffixes: T tokens of the step, D hidden, H query heads, G KV heads, K head size, F feed-forward, V vocabulary,
 S sequences, R rows whose logits are wanted, B block-table width.
@@ -117,15 +117,15 @@ class KVSpec:
     num_kv_heads: int
     head_dim: int
 
-    def bytes_per_token(self, itemsize: int) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+    def num_vectors_per_token(self) -> int:
+        """K and V vectors of `head_dim` numbers that one token has."""
+        return 2 * self.num_layers * self.num_kv_heads
 
 
 class Backend(Protocol):
     """Gives the ops a meaning, owns packed weights and KV memory. Used by one thread."""
 
     name: str
-    kv_itemsize: int  # bytes of one element of KV memory
 
     def pack_linear(self, parts: list[Any], bias: list[Any] | None = None) -> Packed:
         """Stacks checkpoint tensors of shape [out_i, in] along `out` into one weight (bias parts likewise)."""
@@ -136,6 +136,10 @@ class Backend(Protocol):
         ...
 
     def pack_vector(self, tensor: Any) -> Packed: ...
+
+    def kv_bytes_per_token(self, spec: KVSpec) -> int:
+        """KV memory of one token over all layers, scales included."""
+        ...
 
     def allocate_kv(self, spec: KVSpec, num_blocks: int, block_size: int) -> None: ...
 

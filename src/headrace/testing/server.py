@@ -39,11 +39,12 @@ class RunningServer:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.output.append(line)
-            if match := READY_LINE.search(line):
-                self.url = match.group(1).rstrip("/")
-                self._ready.set()
+        with self.process.stdout as lines:
+            for line in lines:
+                self.output.append(line)
+                if match := READY_LINE.search(line):
+                    self.url = match.group(1).rstrip("/")
+                    self._ready.set()
         self._ready.set()  # the end of its output: do not wait for a server that is gone
 
     def children(self, module: str) -> list[psutil.Process]:
@@ -63,6 +64,8 @@ class RunningServer:
     def wait(self, timeout_s: float = 30.0) -> int:
         code = self.process.wait(timeout_s)
         self._reader.join(timeout_s)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
         return code
 
     def kill(self) -> None:

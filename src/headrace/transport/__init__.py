@@ -1,0 +1,1 @@
+"""What crosses between processes, and how: messages and their encoding, sockets, status board, the parent's pipe."""

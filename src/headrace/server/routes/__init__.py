@@ -1,0 +1,14 @@
+"""One module per group of routes; `all_routers` is what the application includes."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from headrace.server.routes import chat, completions, control, health, metrics, models, tokenize
+
+__all__ = ["all_routers"]
+
+
+def all_routers() -> tuple[APIRouter, ...]:
+    modules = (chat, completions, models, tokenize, health, metrics, control)
+    return tuple(module.router for module in modules)

@@ -1,0 +1,35 @@
+"""`headrace serve`: options to one config, the model to a path (fetched if it is missing), then the supervisor."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from headrace.config.cli import add_options, given_options
+from headrace.config.load import load_config
+from headrace.config.options import ServeConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "headrace serve [MODEL] [options]"
+    add_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = load_config(ServeConfig, given_options(args), args.config)
+    # Imported late: `--help` and a wrong option need none of it.
+    from headrace.control.supervisor import serve
+    from headrace.weights.hub import resolve_model
+
+    if config.server.mock_engine:
+        return serve(config, None)
+    model = config.engine.model
+    resolved = resolve_model(model.model, model.revision)
+    if not model.served_model_name:
+        config = _with_served_name(config, resolved.name)
+    return serve(config, resolved.path)
+
+
+def _with_served_name(config: ServeConfig, name: str) -> ServeConfig:
+    model = dataclasses.replace(config.engine.model, served_model_name=(name,))
+    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, model=model))

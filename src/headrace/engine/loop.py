@@ -1,0 +1,162 @@
+"""Drives an `EngineCore` on one thread: messages in, steps, outputs out, heartbeats.
+
+The engine process and `InprocClient` both run it; they give it `emit` and `publish`, and call `post` from whatever
+thread they receive on. It owns no socket and starts no thread. Messages are handled between two steps, in the order
+they came.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from headrace.engine.core import EngineCore
+from headrace.errors import RequestError
+from headrace.transport.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    AbortDone,
+    Control,
+    ControlDone,
+    EngineDead,
+    EngineReady,
+    FromEngine,
+    Goodbye,
+    Hello,
+    StepOutputs,
+    Submit,
+    ToEngine,
+)
+from headrace.transport.stats import EngineStats
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0  # at least this often, even when idle
+MIN_PUBLISH_S = 0.05  # at most this often while it works
+
+
+class EngineLoop:
+    """`post` and `stop` are for any thread; all else happens on the one that is inside `run`."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        emit: Callable[[int, FromEngine], None],
+        publish: Callable[[EngineStats], None] | None = None,
+    ) -> None:
+        self._core = core
+        self._emit = emit
+        self._publish = publish
+        self._inbox: queue.SimpleQueue[tuple[int, ToEngine] | None] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._clients: dict[int, str | None] = {}  # front end -> its incarnation
+        self._published_s = 0.0
+
+    def post(self, client: int, message: ToEngine) -> None:
+        """Hands a message to the engine; never blocks."""
+        self._inbox.put((client, message))
+
+    def stop(self) -> None:
+        """Makes `run` return after the step under way; what is alive then ends with ABORT. Idempotent."""
+        self._stopping.set()
+        self._inbox.put(None)
+
+    def run(self) -> None:
+        """Serves until `stop`. If the core fails, every client hears of it before the exception goes on."""
+        try:
+            self._publish_now()
+            while True:
+                self._receive()
+                if self._stopping.is_set():
+                    break
+                had_work = self._core.has_work
+                if had_work:
+                    self._emit_outputs(self._core.step())
+                self._publish_if_due(had_work)
+            while not self._inbox.empty():
+                self._receive()
+            self._core.abort(-1, Abort(call_id=0, reason="shutdown"))
+            self._emit_outputs(self._core.take_outputs())
+            self._publish_now()
+        except BaseException as error:
+            self._die(error)
+            raise
+
+    # ------------------------------------------------------------------------------------------------------------ inbox
+
+    def _receive(self) -> None:
+        """Handles all that has come. Sleeps on the inbox when there is nothing to compute, until the next heartbeat."""
+        inbox = self._inbox
+        try:
+            if not (self._core.has_work or self._stopping.is_set()):
+                item = inbox.get(timeout=max(0.0, self._published_s + HEARTBEAT_S - time.monotonic()))
+                if item is not None:
+                    self._handle(*item)
+            for _ in range(inbox.qsize()):  # not for ever: whoever posts without end must not hold up the steps
+                item = inbox.get_nowait()
+                if item is not None:
+                    self._handle(*item)
+        except queue.Empty:
+            return
+
+    def _handle(self, client: int, message: ToEngine) -> None:
+        self._clients.setdefault(client, None)
+        if isinstance(message, Submit):
+            self._core.submit(client, message)
+        elif isinstance(message, Abort):
+            num_aborted = self._core.abort(client, message)
+            self._emit_outputs(self._core.take_outputs())  # the choices' last rows, ahead of the answer
+            self._emit(client, AbortDone(message.call_id, num_aborted))
+        elif isinstance(message, Control):
+            self._emit(client, self._control(message))
+        elif isinstance(message, Hello):
+            self._greet(client, message)
+        elif isinstance(message, Goodbye):
+            self._core.abort_client(client)
+            del self._clients[client]
+
+    def _greet(self, client: int, hello: Hello) -> None:
+        known = self._clients[client]
+        if known is not None and known != hello.incarnation:
+            num_aborted = self._core.abort_client(client)
+            logger.warning("front end %d was restarted; %d choices of the old one aborted", client, num_aborted)
+        if hello.protocol != PROTOCOL_VERSION:
+            logger.warning("front end %d speaks protocol %d, not %d", client, hello.protocol, PROTOCOL_VERSION)
+        self._clients[client] = hello.incarnation
+        self._emit(client, EngineReady(self._core.info))
+
+    def _control(self, message: Control) -> ControlDone:
+        try:
+            return ControlDone(message.call_id, result=self._core.control(message.operation, message.arguments))
+        except RequestError as error:
+            return ControlDone(message.call_id, error=error.info())
+
+    # --------------------------------------------------------------------------------------------------------- outwards
+
+    def _emit_outputs(self, outputs: dict[int, StepOutputs]) -> None:
+        for client, rows in outputs.items():
+            self._emit(client, rows)
+
+    def _publish_if_due(self, had_work: bool) -> None:
+        """Heartbeats while idle, more often while working, and at once when the work ends."""
+        has_ended = had_work and not self._core.has_work
+        age_s = time.monotonic() - self._published_s
+        if has_ended or age_s >= (MIN_PUBLISH_S if had_work else HEARTBEAT_S):
+            self._publish_now()
+
+    def _publish_now(self) -> None:
+        self._published_s = time.monotonic()
+        if self._publish is not None:
+            self._publish(self._core.stats())
+
+    def _die(self, error: BaseException) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        logger.error("the engine has died: %s", reason)
+        for client in list(self._clients):
+            try:
+                self._emit(client, EngineDead(reason))
+            except Exception:  # one client that cannot be reached must not keep the others from hearing
+                logger.exception("could not tell client %d", client)

@@ -1,0 +1,93 @@
+"""The engine process: `python -m headrace.engine.process <launch file>`, started and watched by the supervisor.
+
+Loads the model, answers front ends through `EngineEndpoint`, writes its slot of the status board, and runs `EngineLoop`
+in its main thread until the supervisor's pipe closes. Why it cannot start goes to the launch's failure file, in one
+line.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+from pathlib import Path
+from typing import Final
+
+from headrace.config.launch import Launch
+from headrace.engine.core import EngineCore
+from headrace.engine.endpoint import EngineEndpoint
+from headrace.engine.loop import EngineLoop
+from headrace.errors import StartupError
+from headrace.executor import Executor, create_executor
+from headrace.observability.logs import configure_logging
+from headrace.transport.board import EngineState, StatusBoard
+from headrace.transport.parent_watch import ParentWatch, leave_signals_to_supervisor
+from headrace.transport.stats import EngineStats
+
+logger = logging.getLogger(__name__)
+
+_SWITCH_INTERVAL_S: Final = 0.0005
+"""How long the step loop may keep the I/O thread waiting for the interpreter; Python's own 5 ms would delay tokens."""
+
+
+def main(argv: list[str]) -> int:
+    leave_signals_to_supervisor()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    watch = ParentWatch()
+    launch = Launch.read(Path(argv[1]))
+    configure_logging(launch.config.server.log_level, "engine")
+    board = StatusBoard.open(launch.board_path)
+    board.write_engine(EngineState.STARTING, EngineStats())
+    endpoint = EngineEndpoint(launch.endpoint)
+    try:
+        executor, core = build_core(launch)
+    except StartupError as error:
+        launch.fail(str(error))
+        return 1
+    try:
+        return run(core, endpoint, board, watch)
+    finally:
+        executor.close()
+
+
+def build_core(launch: Launch) -> tuple[Executor, EngineCore]:
+    config = launch.config.engine
+    model_path = Path(launch.model_path) if launch.model_path is not None else None
+    executor = create_executor(config.model, model_path, launch.config.server.mock_engine)
+    return executor, EngineCore(executor, config.cache, config.scheduler, config.model.max_model_len)
+
+
+def run(core: EngineCore, endpoint: EngineEndpoint, board: StatusBoard, watch: ParentWatch) -> int:
+    """Serves until the watch says stop (0) or the engine fails (1)."""
+    last = EngineStats()
+
+    def publish(stats: EngineStats) -> None:
+        nonlocal last
+        last = stats
+        board.write_engine(EngineState.READY, stats)
+
+    loop = EngineLoop(core, endpoint.emit, publish)
+    watch.on_stop = loop.stop
+    gc.collect()
+    gc.freeze()  # the model and the modules live as long as the process: no collection walks them
+    publish(core.stats())
+    endpoint.start(loop.post)
+    try:
+        loop.run()
+    except Exception:
+        logger.exception("the engine failed")
+        return 1
+    finally:
+        board.write_engine(EngineState.DEAD, last)
+        endpoint.close()
+        watch.on_stop = _nothing  # it would keep the engine alive
+        gc.unfreeze()
+    return 0
+
+
+def _nothing() -> None:
+    """All that could be stopped has stopped."""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,113 @@
+// The kernels of one instruction set, as a table of functions over plain memory. Each does a range of independent units of
+// work; who calls them, and in how many threads, is the program's business (program.h). Each sum has one order that depends
+// on nothing but the unit itself, which is why a row's bits do not depend on the rows beside it.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "memory.h"
+
+namespace hr {
+
+constexpr int kTile = 16;   // outputs per tile of a packed weight
+constexpr int kGroup = 32;  // k per scale
+
+enum class WeightKind { w4, w8, f16, bf16, f32 };
+
+// W4 tile and group: 4 lines of 64 bytes (16 outputs x 4 k; low nibbles are k 0-15, high ones k 16-31), scales, minimums.
+struct Block4 {
+  uint8_t q[4][64];
+  uint16_t scale[kTile], min[kTile];  // fp16: weight = scale * q + min
+};
+// W8: 8 lines of 64 bytes (16 outputs x 4 k).
+struct Block8 {
+  int8_t q[8][64];
+  uint16_t scale[kTile];  // fp16: weight = scale * q
+};
+
+// A matrix [rows, cols] packed in tiles of 16 rows; rows and cols are padded with zeros.
+struct Weight {
+  WeightKind kind;
+  int rows, cols;
+  int tiles, groups;  // ceil(rows / 16), ceil(cols / 32)
+  size_t tile_bytes;  // of one tile, all groups
+  Memory data;
+  uint8_t* tile(int t) const { return data.data() + (size_t)t * tile_bytes; }
+};
+
+// What the group of a quantised row has beside its 32 numbers. The largest number is kept as a float and its q is 0: few
+// channels of a language model are much larger than the others (LLM.int8, arXiv 2208.07339), and the scale of a group that
+// holds one would leave nothing of its neighbours. docs/log.md has what this is worth.
+struct GroupInfo {
+  float scale;      // of the other numbers
+  float top;        // the largest number itself
+  float sum;        // of all numbers, as quantised: what a weight's minimum is multiplied with
+  int32_t sum_q;    // of q
+  int32_t top_at;   // where the largest stands, 0 to 31
+};
+struct Quantized {
+  int8_t* q;        // [rows, groups * 32]
+  GroupInfo* info;  // [rows, groups]
+  int groups;
+};
+
+struct Rows {  // a view of some columns of a buffer
+  float* data;
+  int stride;  // floats from row to row
+  float* row(int r) const { return data + (size_t)r * stride; }
+};
+
+// One layer's paged KV. Positions of K are contiguous, [num_blocks, kv_heads, padded head_dim, block_size], so that scores of
+// 16 positions are computed side by side; V is [num_blocks, kv_heads, block_size, padded head_dim]. As int8 each position and
+// head has one scale for K and one for V, [num_blocks, kv_heads, block_size].
+struct KVLayer {
+  void *k, *v;               // fp16, or int8 where there are scales
+  float *k_scale, *v_scale;  // nullptr with fp16
+  int kv_heads, head_dim, block_size;
+};
+
+struct AttentionArgs {
+  int heads;
+  float scale, soft_cap;  // soft_cap 0: none
+  int window;             // 0: none
+};
+
+constexpr int kAttentionSpan = 256;  // positions per unit of attention; fixed, so that sums never depend on the batch
+
+// Floats of one query head's part: maximum, sum, then values.
+inline int part_size(int head_dim) { return 2 + head_dim; }
+
+enum class Activation { silu, gelu, gelu_tanh };
+
+struct Kernels {
+  const char* name;
+  void (*quantize)(Rows x, int cols, const Quantized& out, int row0, int row1);
+  // y[rows, w.rows] = x times w transposed, for tiles [tile0, tile1) and rows [row0, row1); then + bias, then + residual
+  void (*linear)(const Weight& w, int tile0, int tile1, int row0, int row1, const Quantized* xq, Rows x, Rows y,
+                 const float* bias, const Rows* residual);
+  void (*rms_norm)(Rows x, int heads, int width, const float* weight, float eps, Rows y, int row0, int row1);
+  void (*rope)(Rows x, int heads, int head_dim, int rotary, bool interleaved, const float* cos, const float* sin, Rows y,
+               int row0, int row1);
+  void (*store_kv)(const KVLayer& kv, Rows k, Rows v, const int64_t* slots, int row0, int row1);
+  // One unit: positions [first, last) for one row and KV head g, with all its query heads. Writes to `part` what
+  // combine() needs: per query head its maximum, its sum of exponentials and its weighted values. `first` is a multiple of
+  // kAttentionSpan or the start of a window.
+  void (*attend)(const KVLayer& kv, const AttentionArgs& args, const float* q, int g, int first, int last,
+                 const int32_t* blocks, float* part);
+  // Joins the spans of one row and query head in their order: parts lie `stride` floats apart.
+  void (*combine)(const float* parts, int num_parts, size_t stride, int head_dim, float* out);
+  void (*gated)(Rows gate, Rows up, int width, Activation activation, Rows y, int row0, int row1);
+  void (*add)(Rows x, Rows y, int width, Rows out, int row0, int row1);
+  void (*scale)(Rows x, int width, float factor, Rows out, int row0, int row1);
+  void (*soft_cap)(Rows x, int width, float cap, Rows out, int row0, int row1);
+  void (*embed)(const Weight& table, const int32_t* ids, Rows y, int row0, int row1);
+};
+
+const Kernels* portable_kernels();
+const Kernels* avx2_kernels();     // nullptr when it was not compiled in
+const Kernels* avx512_kernels();   // with VNNI
+const Kernels* best_kernels();     // by what the processor has, or what was forced
+bool force_kernels(const std::string& name);
+
+}  // namespace hr

@@ -1,0 +1,174 @@
+// The Python module `headrace.kernels.native._native`: packed weights, KV memory, the thread pool and recorded programs.
+// Arrays are checked here, once, so that the kernels may trust them.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "pack.h"
+#include "program.h"
+
+namespace nb = nanobind;
+using namespace hr;
+
+namespace {
+
+template <class T>
+using Array1 = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Array2 = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using ViewTuple = std::tuple<int, int, int>;
+
+// KV memory of all layers; a block that was never used costs no memory.
+class KVMemory {
+ public:
+  KVMemory(int layers, int kv_heads, int head_dim, int num_blocks, int block_size, bool int8)
+      : kv_heads_(kv_heads), head_dim_(head_dim), block_size_(block_size), layers_(layers), int8_(int8) {
+    if (block_size % 16) throw std::invalid_argument("block_size must be a multiple of 16");
+    positions_ = (size_t)num_blocks * kv_heads * block_size;
+    half_ = positions_ * ((head_dim + 15) / 16 * 16) * (int8 ? 1 : 2);
+    memory_ = Memory(layers * (2 * half_ + (int8 ? 2 * positions_ * sizeof(float) : 0)));
+  }
+  KVLayer layer(int i) const {
+    uint8_t* k = memory_.data() + (size_t)i * 2 * half_;
+    float* scales = (float*)(memory_.data() + (size_t)layers_ * 2 * half_) + (size_t)i * 2 * positions_;
+    return {k, k + half_, int8_ ? scales : nullptr, int8_ ? scales + positions_ : nullptr, kv_heads_, head_dim_, block_size_};
+  }
+  int layers() const { return layers_; }
+  size_t bytes() const { return memory_.bytes(); }
+
+ private:
+  int kv_heads_, head_dim_, block_size_, layers_;
+  bool int8_;
+  size_t positions_, half_;
+  Memory memory_;
+};
+
+Weight pack_blocks(const std::string& kind, Array1<uint8_t> data, int rows, int cols) {
+  const size_t groups = (size_t)rows * (cols / kGroup), supers = (size_t)rows * (cols / 256);
+  const auto expect = [&](size_t bytes) {
+    if (data.size() != bytes) throw std::invalid_argument("wrong number of bytes for " + kind);
+  };
+  nb::gil_scoped_release release;
+  if (kind == "Q4_0") return expect(groups * 18), pack_q4_0(data.data(), rows, cols);
+  if (kind == "Q4_1") return expect(groups * 20), pack_q4_1(data.data(), rows, cols);
+  if (kind == "Q8_0") return expect(groups * 34), pack_q8_0(data.data(), rows, cols);
+  if (kind == "Q4_K") return expect(supers * 144), pack_q4_k(data.data(), rows, cols);
+  if (kind == "F16" || kind == "BF16") {
+    expect((size_t)rows * cols * 2);
+    return pack_half(data.data(), rows, cols, kind == "F16" ? WeightKind::f16 : WeightKind::bf16);
+  }
+  throw std::invalid_argument("no packing for " + kind);
+}
+
+Weight pack_floats(const std::string& kind, Array2<float> values) {
+  const int rows = (int)values.shape(0), cols = (int)values.shape(1);
+  nb::gil_scoped_release release;
+  if (kind == "w8") return pack_w8(values.data(), rows, cols);
+  if (kind == "w4") return pack_w4(values.data(), rows, cols);
+  if (kind == "f32") return pack_f32(values.data(), rows, cols);
+  throw std::invalid_argument("no packing for " + kind);
+}
+
+View view(ViewTuple v) { return {std::get<0>(v), std::get<1>(v), std::get<2>(v)}; }
+
+// Python's side of a program: keeps alive what its commands point to.
+class PyProgram {
+ public:
+  explicit PyProgram(Pool& pool) : program(pool) {}
+  Program program;
+
+  const float* keep(Array1<float> values) {
+    kept_.emplace_back(values.data(), values.data() + values.size());
+    return kept_.back().data();
+  }
+  void linear(ViewTuple x, int quantized, const std::vector<std::pair<nb::object, int>>& parts,
+              const std::vector<nb::object>& biases, ViewTuple residual, ViewTuple out) {
+    if (parts.size() != biases.size()) throw std::invalid_argument("as many biases as parts are needed; None counts");
+    std::vector<Segment> segments;
+    for (size_t i = 0; i < parts.size(); i++) {
+      const auto& [weight, offset] = parts[i];
+      const float* bias = biases[i].is_none() ? nullptr : keep(nb::cast<Array1<float>>(biases[i]));
+      segments.push_back({nb::cast<const Weight*>(weight), offset, bias});
+      weights_.push_back(weight);
+    }
+    program.linear(view(x), quantized, std::move(segments), view(residual), view(out));
+  }
+  void run(Array1<int32_t> token_ids, Array1<int32_t> positions, Array1<int64_t> kv_slots, Array1<int32_t> query_starts,
+           Array1<int32_t> context_lens, Array2<int32_t> block_tables, Array1<int32_t> logit_rows,
+           nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> logits) {
+    const Inputs inputs{(int)token_ids.size(),  (int)context_lens.size(), (int)logit_rows.size(), (int)block_tables.shape(1),
+                        token_ids.data(),       positions.data(),         query_starts.data(),    context_lens.data(),
+                        block_tables.data(),    logit_rows.data(),        kv_slots.data()};
+    const size_t tokens = token_ids.size(), sequences = context_lens.size();
+    if (positions.size() != tokens || kv_slots.size() != tokens || query_starts.size() != sequences + 1 ||
+        block_tables.shape(0) != sequences || logits.shape(0) != logit_rows.size())
+      throw std::invalid_argument("the step's arrays do not fit together");
+    nb::gil_scoped_release release;
+    program.run(inputs, logits.data());
+  }
+
+ private:
+  std::deque<std::vector<float>> kept_;
+  std::vector<nb::object> weights_;
+};
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  nb::class_<Weight>(m, "Weight")
+      .def_ro("rows", &Weight::rows)
+      .def_ro("cols", &Weight::cols)
+      .def_prop_ro("is_quantized", [](const Weight& w) { return w.kind == WeightKind::w4 || w.kind == WeightKind::w8; })
+      .def_prop_ro("num_bytes", [](const Weight& w) { return (size_t)w.tiles * w.tile_bytes; });
+  nb::class_<Pool>(m, "Pool").def(nb::init<int, bool>()).def_prop_ro("size", &Pool::size);
+  nb::class_<KVMemory>(m, "KVMemory").def(nb::init<int, int, int, int, int, bool>()).def_prop_ro("num_bytes", &KVMemory::bytes);
+  nb::enum_<Activation>(m, "Activation")
+      .value("silu", Activation::silu)
+      .value("gelu", Activation::gelu)
+      .value("gelu_tanh", Activation::gelu_tanh);
+  m.def("pack_blocks", &pack_blocks, "A weight from the bytes of a GGUF or half-precision tensor [rows, cols].");
+  m.def("pack_floats", &pack_floats, "A weight from float32 [rows, cols], as w8, w4 or f32.");
+  m.def("instruction_set", [] { return std::string(best_kernels()->name); });
+  m.def("force_instruction_set", &force_kernels, "For tests: portable, avx2 or avx512; empty: the best. False if it is not there.");
+
+  nb::class_<PyProgram>(m, "Program")
+      .def(nb::init<Pool&>(), nb::keep_alive<1, 2>())
+      .def("add_buffer", [](PyProgram& p, int width) { return p.program.add_buffer(width); })
+      .def("add_quantized", [](PyProgram& p, int cols) { return p.program.add_quantized(cols); })
+      .def("add_rope_table", [](PyProgram& p, const std::vector<float>& f, float s) { return p.program.add_rope_table(f, s); })
+      .def("use_kv", [](PyProgram& p, KVMemory& kv) {
+            p.program.clear_kv();
+            for (int i = 0; i < kv.layers(); i++) p.program.add_kv_layer(kv.layer(i));
+          }, nb::keep_alive<1, 2>())
+      .def("embed", [](PyProgram& p, const Weight* w, ViewTuple out) { p.program.embed(w, view(out)); }, nb::keep_alive<1, 2>())
+      .def("scale", [](PyProgram& p, ViewTuple x, float f, ViewTuple out) { p.program.scale(view(x), f, view(out)); })
+      .def("add", [](PyProgram& p, ViewTuple x, ViewTuple y, ViewTuple out) { p.program.add(view(x), view(y), view(out)); })
+      .def("rms_norm", [](PyProgram& p, ViewTuple x, int heads, Array1<float> weight, float eps, ViewTuple out) {
+            p.program.rms_norm(view(x), heads, p.keep(weight), eps, view(out));
+          })
+      .def("quantize", [](PyProgram& p, ViewTuple x, int index) { p.program.quantize(view(x), index); })
+      .def("linear", &PyProgram::linear, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
+      .def("rope", [](PyProgram& p, ViewTuple x, int heads, int table, int rotary, bool interleaved, ViewTuple out) {
+            p.program.rope(view(x), heads, table, rotary, interleaved, view(out));
+          })
+      .def("attention", [](PyProgram& p, ViewTuple q, ViewTuple k, ViewTuple v, int layer, int heads, float scale, float cap,
+                           int window, ViewTuple out) {
+            p.program.attention(view(q), view(k), view(v), layer, {heads, scale, cap, window}, view(out));
+          })
+      .def("gated", [](PyProgram& p, ViewTuple g, ViewTuple u, Activation a, ViewTuple out) {
+            p.program.gated(view(g), view(u), a, view(out));
+          })
+      .def("logit_rows", [](PyProgram& p, ViewTuple x) {
+            // the buffer is made here, since it is the first that has the wanted rows alone
+            return p.program.logit_rows(view(x));
+          })
+      .def("soft_cap", [](PyProgram& p, ViewTuple x, float cap, ViewTuple out) { p.program.soft_cap(view(x), cap, view(out)); })
+      .def("output", [](PyProgram& p, ViewTuple x) { p.program.output(view(x)); })
+      .def("run", &PyProgram::run);
+}

@@ -1,0 +1,16 @@
+// Repacks checkpoint weights into tiles (kernels.h): GGUF blocks as they are, floats by rounding to 8 or 4 bits.
+#pragma once
+#include "kernels.h"
+
+namespace hr {
+
+Weight pack_q4_0(const uint8_t* blocks, int rows, int cols);
+Weight pack_q4_1(const uint8_t* blocks, int rows, int cols);
+Weight pack_q4_k(const uint8_t* blocks, int rows, int cols);
+Weight pack_q8_0(const uint8_t* blocks, int rows, int cols);
+Weight pack_w8(const float* values, int rows, int cols);  // symmetric per group of 32
+Weight pack_w4(const float* values, int rows, int cols);  // with a minimum per group of 32
+Weight pack_f32(const float* values, int rows, int cols);
+Weight pack_half(const uint8_t* values, int rows, int cols, WeightKind kind);  // f16 or bf16, bits as they are
+
+}  // namespace hr

@@ -1,0 +1,225 @@
+#include "program.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace hr {
+
+Program::Program(Pool& pool) : pool_(pool) {}
+
+int Program::add_buffer(int width) {
+  buffers_.push_back({width, behind_logit_rows_, {}, nullptr});
+  return (int)buffers_.size() - 1;
+}
+
+int Program::add_quantized(int cols) {
+  quantized_.push_back({(cols + kGroup - 1) / kGroup, behind_logit_rows_, {}, {}});
+  return (int)quantized_.size() - 1;
+}
+
+Quantized Program::quantized(int index) {
+  auto& b = quantized_[index];
+  return {b.q.data(), b.info.data(), b.groups};
+}
+
+int Program::add_rope_table(std::vector<float> inv_freq, float attention_scale) {
+  rope_tables_.push_back({std::move(inv_freq), attention_scale, {}, {}});
+  return (int)rope_tables_.size() - 1;
+}
+
+void Program::push(Command command) {
+  command.wants_logit_rows = behind_logit_rows_;
+  if (command.is_row_work) command.num_units = [](const Inputs&, int rows) { return rows; };
+  commands_.push_back(std::move(command));
+}
+
+void Program::embed(const Weight* table, View out) {
+  push({[=](const Inputs& in, int, int, int begin, int end) { kernels().embed(*table, in.token_ids, rows(out), begin, end); }, {}});
+}
+
+void Program::scale(View x, float factor, View out) {
+  push({[=](const Inputs&, int, int, int begin, int end) { kernels().scale(rows(x), x.width, factor, rows(out), begin, end); }, {}});
+}
+
+void Program::add(View x, View y, View out) {
+  push({[=](const Inputs&, int, int, int begin, int end) { kernels().add(rows(x), rows(y), x.width, rows(out), begin, end); }, {}});
+}
+
+void Program::rms_norm(View x, int heads, const float* weight, float eps, View out) {
+  push({[=](const Inputs&, int, int, int begin, int end) {
+          kernels().rms_norm(rows(x), heads, x.width / heads, weight, eps, rows(out), begin, end);
+        },
+        {}});
+}
+
+void Program::quantize(View x, int index) {
+  push({[=](const Inputs&, int, int, int begin, int end) { kernels().quantize(rows(x), x.width, quantized(index), begin, end); }, {}});
+}
+
+// A unit is one tile for one chunk of rows: weights are read once per chunk, and a chunk's inputs stay in the cache.
+void Program::linear(View x, int index, std::vector<Segment> segments, View residual, View out) {
+  constexpr int kRowChunk = 64;
+  int tiles = 0;
+  for (auto& s : segments) tiles += s.weight->tiles;
+  Command command;
+  command.is_row_work = false;
+  command.num_units = [tiles](const Inputs&, int rows) { return tiles * ((rows + kRowChunk - 1) / kRowChunk); };
+  command.work = [=](const Inputs&, int, int num_rows, int begin, int end) {
+    const Quantized q = index >= 0 ? quantized(index) : Quantized{};
+    while (begin < end) {
+      const int chunk = begin / tiles, row0 = chunk * kRowChunk, row1 = std::min(num_rows, row0 + kRowChunk);
+      int tile = begin % tiles, stop = std::min(end - chunk * tiles, tiles);
+      begin += stop - tile;
+      int first = 0;  // of the segment, in tiles
+      for (auto& s : segments) {
+        const int n = s.weight->tiles, from = std::max(tile - first, 0), to = std::min(stop - first, n);
+        if (from < to) {
+          Rows y = rows(out), r = residual.buffer >= 0 ? rows(residual) : Rows{};
+          y.data += s.offset;
+          r.data += residual.buffer >= 0 ? s.offset : 0;
+          kernels().linear(*s.weight, from, to, row0, row1, index >= 0 ? &q : nullptr, rows(x), y, s.bias,
+                          residual.buffer >= 0 ? &r : nullptr);
+        }
+        first += n;
+      }
+    }
+  };
+  push(std::move(command));
+}
+
+void Program::rope(View x, int heads, int table, int rotary, bool interleaved, View out) {
+  push({[=](const Inputs&, int, int, int begin, int end) {
+          const RopeTable& t = rope_tables_[table];
+          kernels().rope(rows(x), heads, x.width / heads, rotary, interleaved, t.cos.data(), t.sin.data(), rows(out), begin, end);
+        },
+        {}});
+}
+
+void Program::attention(View q, View k, View v, int layer, AttentionArgs args, View out) {
+  push({[=](const Inputs& in, int, int, int begin, int end) {
+          kernels().store_kv(kv_[layer], rows(k), rows(v), in.kv_slots, begin, end);
+        },
+        {}});
+  size_t kind = 0;
+  while (kind < spans_.size() && spans_[kind].window != args.window) kind++;
+  if (kind == spans_.size()) spans_.push_back({args.window, {}, {}});
+  const int D = q.width / args.heads;
+  const size_t per_span = (size_t)args.heads * part_size(D);
+  part_floats_per_span_ = std::max(part_floats_per_span_, per_span);
+
+  Command attend;
+  attend.is_row_work = false;
+  attend.chunk_divisor = 16;  // spans differ in length, so shares are small
+  attend.num_units = [=](const Inputs&, int) { return (int)spans_[kind].spans.size() * kv_[layer].kv_heads; };
+  attend.work = [=](const Inputs& in, int, int, int begin, int end) {
+    const KVLayer& kv = kv_[layer];
+    for (int unit = begin; unit < end; unit++) {
+      const int index = unit / kv.kv_heads, g = unit % kv.kv_heads;
+      const Span& span = spans_[kind].spans[index];
+      const int32_t* blocks = in.block_tables + (size_t)sequence_of_[span.row] * in.table_width;
+      float* part = parts_.data() + index * per_span + (size_t)g * (args.heads / kv.kv_heads) * part_size(D);
+      kernels().attend(kv, args, rows(q).row(span.row), g, span.first, span.last, blocks, part);
+    }
+  };
+  push(std::move(attend));
+  push({[=](const Inputs&, int, int, int begin, int end) {
+          const auto& starts = spans_[kind].starts;
+          for (int r = begin; r < end; r++)
+            for (int h = 0; h < args.heads; h++)
+              kernels().combine(parts_.data() + starts[r] * per_span + (size_t)h * part_size(D), starts[r + 1] - starts[r],
+                                per_span, D, rows(out).row(r) + (size_t)h * D);
+        },
+        {}});
+}
+
+void Program::gated(View gate, View up, Activation activation, View out) {
+  push({[=](const Inputs&, int, int, int begin, int end) {
+          kernels().gated(rows(gate), rows(up), gate.width, activation, rows(out), begin, end);
+        },
+        {}});
+}
+
+int Program::logit_rows(View x) {
+  behind_logit_rows_ = true;
+  const int buffer = add_buffer(x.width);
+  const View out{buffer, 0, x.width};
+  push({[=](const Inputs& in, int, int, int begin, int end) {
+          for (int r = begin; r < end; r++)
+            std::memcpy(rows(out).row(r), rows(x).row(in.logit_rows[r]), sizeof(float) * x.width);
+        },
+        {}});
+  return buffer;
+}
+
+void Program::soft_cap(View x, float cap, View out) {
+  push({[=](const Inputs&, int, int, int begin, int end) { kernels().soft_cap(rows(x), x.width, cap, rows(out), begin, end); }, {}});
+}
+
+// Grows the buffers to this step's rows, and computes what depends on positions alone.
+void Program::prepare(const Inputs& in, float* logits) {
+  for (size_t i = 0; i < buffers_.size(); i++) {
+    Buffer& b = buffers_[i];
+    const size_t need = (size_t)(b.behind_logit_rows ? in.num_logits : in.num_tokens) * b.width;
+    const bool is_output = (int)i == output_;
+    if (!is_output && b.memory.size() < need) b.memory.assign(need, 0.0f);
+    b.data = is_output ? logits : b.memory.data();
+  }
+  for (auto& b : quantized_) {
+    const size_t need = (size_t)(b.behind_logit_rows ? in.num_logits : in.num_tokens) * b.groups;
+    if (b.info.size() >= need) continue;
+    b.q.assign(need * kGroup, 0);
+    b.info.assign(need, {});
+  }
+  sequence_of_.resize(in.num_tokens);
+  for (int s = 0; s < in.num_sequences; s++)
+    for (int t = in.query_starts[s]; t < in.query_starts[s + 1]; t++) sequence_of_[t] = s;
+  size_t most_spans = 0;
+  for (auto& kind : spans_) {
+    kind.spans.clear();
+    kind.starts.assign(1, 0);
+    for (int t = 0; t < in.num_tokens; t++) {
+      const int context = in.positions[t] + 1;
+      int first = kind.window && context > kind.window ? context - kind.window : 0;
+      while (first < context) {
+        const int last = std::min(context, (first / kAttentionSpan + 1) * kAttentionSpan);
+        kind.spans.push_back({t, first, last});
+        first = last;
+      }
+      kind.starts.push_back((int32_t)kind.spans.size());
+    }
+    most_spans = std::max(most_spans, kind.spans.size());
+  }
+  if (parts_.size() < most_spans * part_floats_per_span_) parts_.resize(most_spans * part_floats_per_span_);
+  for (auto& table : rope_tables_) {
+    const size_t half = table.inv_freq.size();
+    table.cos.resize(in.num_tokens * half);
+    table.sin.resize(in.num_tokens * half);
+    for (int t = 0; t < in.num_tokens; t++)
+      for (size_t i = 0; i < half; i++) {
+        const float angle = (float)in.positions[t] * table.inv_freq[i];
+        table.cos[t * half + i] = std::cos(angle) * table.attention_scale;
+        table.sin[t * half + i] = std::sin(angle) * table.attention_scale;
+      }
+  }
+}
+
+void Program::run(const Inputs& in, float* logits) {
+  prepare(in, logits);
+  const int team = pool_.size();
+  std::vector<std::atomic<int>> next(commands_.size());
+  for (auto& n : next) n.store(0, std::memory_order_relaxed);
+  pool_.run([&](int rank) {
+    for (size_t i = 0; i < commands_.size(); i++) {
+      const Command& command = commands_[i];
+      const int num_rows = command.wants_logit_rows ? in.num_logits : in.num_tokens;
+      const int units = command.num_units(in, num_rows);
+      const int chunk = std::max(1, units / (team * command.chunk_divisor));
+      for (int begin; (begin = next[i].fetch_add(chunk, std::memory_order_relaxed)) < units;)
+        command.work(in, rank, num_rows, begin, std::min(units, begin + chunk));
+      pool_.barrier();
+    }
+  });
+}
+
+}  // namespace hr

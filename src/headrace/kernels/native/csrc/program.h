@@ -1,0 +1,111 @@
+// A recorded step: a list of commands over buffers, run for any number of rows by a pool of threads.
+// The recorder (recorder.py) appends commands once; run() replays them. Buffers grow to the most rows that were seen.
+#pragma once
+#include <deque>
+#include <vector>
+
+#include "kernels.h"
+#include "pool.h"
+
+namespace hr {
+
+struct View {  // columns [offset, offset + width) of a buffer
+  int buffer, offset, width;
+};
+
+// One step's arrays; see StepInputs in kernels/ops.py.
+struct Inputs {
+  int num_tokens, num_sequences, num_logits, table_width;
+  const int32_t *token_ids, *positions, *query_starts, *context_lens, *block_tables, *logit_rows;
+  const int64_t* kv_slots;
+};
+
+struct Segment {  // one part of a stacked weight and where its outputs go
+  const Weight* weight;
+  int offset;
+  const float* bias;
+};
+
+class Program {
+ public:
+  explicit Program(Pool& pool);
+  int add_buffer(int width);
+  void add_kv_layer(KVLayer layer) { kv_.push_back(layer); }
+  bool has_kv() const { return !kv_.empty(); }
+  void clear_kv() { kv_.clear(); }
+
+  void embed(const Weight* table, View out);
+  void scale(View x, float factor, View out);
+  void add(View x, View y, View out);
+  void rms_norm(View x, int heads, const float* weight, float eps, View out);
+  void quantize(View x, int quantized);
+  int add_quantized(int cols);
+  // residual.buffer < 0: none; quantized < 0: float input
+  void linear(View x, int quantized, std::vector<Segment> segments, View residual, View out);
+  void rope(View x, int heads, int table, int rotary, bool interleaved, View out);
+  int add_rope_table(std::vector<float> inv_freq, float attention_scale);
+  void attention(View q, View k, View v, int layer, AttentionArgs args, View out);
+  void gated(View gate, View up, Activation activation, View out);
+  int logit_rows(View x);  // returns the buffer of the wanted rows; commands that follow run on these alone
+  void soft_cap(View x, float cap, View out);
+  void output(View x) { output_ = x.buffer; }  // a whole buffer, written last
+
+  // Writes the output [num_logits, width of the output buffer]. Not thread-safe.
+  void run(const Inputs& inputs, float* logits);
+
+ private:
+  const Kernels& kernels() const { return *best_kernels(); }
+  struct Command {
+    // does units [begin, end); rows is T, or R behind logit_rows
+    std::function<void(const Inputs&, int rank, int rows, int begin, int end)> work;
+    std::function<int(const Inputs&, int rows)> num_units;
+    bool is_row_work = true;
+    bool wants_logit_rows = false;
+    int chunk_divisor = 4;  // units are taken in chunks of about a divisor-th of a thread's share
+  };
+  void push(Command command);
+  Rows rows(View v) { return {buffers_[v.buffer].data + v.offset, buffers_[v.buffer].width}; }
+  Quantized quantized(int index);
+  void prepare(const Inputs& inputs, float* logits);
+
+  Pool& pool_;
+  struct Buffer {
+    int width;
+    bool behind_logit_rows;
+    std::vector<float> memory;
+    float* data;  // into memory, or the caller's logits
+  };
+  std::deque<Buffer> buffers_;
+  struct QuantizedBuffer {
+    int groups;
+    bool behind_logit_rows;
+    std::vector<int8_t> q;
+    std::vector<GroupInfo> info;
+  };
+  std::deque<QuantizedBuffer> quantized_;
+  struct RopeTable {
+    std::vector<float> inv_freq;
+    float attention_scale;
+    std::vector<float> cos, sin;
+  };
+  std::deque<RopeTable> rope_tables_;
+  std::vector<float> parts_;        // of the attention that runs now
+  size_t part_floats_per_span_ = 0;  // the most that any layer's attention needs per row and span
+  std::vector<KVLayer> kv_;
+  std::vector<Command> commands_;
+  // Attention's units: the spans of each row, and where each row's spans begin (one more at the end).
+  struct Span {
+    int32_t row, first, last;
+  };
+  struct Spans {
+    int window;
+    std::vector<Span> spans;
+    std::vector<int32_t> starts;
+  };
+  std::vector<Spans> spans_;  // one per window size that a layer has
+  std::vector<int32_t> sequence_of_;  // per token
+  bool behind_logit_rows_ = false;
+  int output_ = -1;
+};
+
+}  // namespace hr

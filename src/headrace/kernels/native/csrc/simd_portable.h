@@ -1,0 +1,90 @@
+// Sixteen lanes as plain arrays, for processors without AVX2. See simd.h for what each name must do.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "half.h"
+
+namespace HR_ISA {
+
+struct F {
+  float v[16];
+};
+struct I {
+  int32_t v[16];
+};
+
+template <class Op>
+inline F map(Op op) {
+  F r;
+  for (int i = 0; i < 16; i++) r.v[i] = op(i);
+  return r;
+}
+inline F load(const float* p) { return map([&](int i) { return p[i]; }); }
+inline void store(float* p, F a) { std::memcpy(p, a.v, sizeof a.v); }
+inline F set1(float a) { return map([&](int) { return a; }); }
+inline F add(F a, F b) { return map([&](int i) { return a.v[i] + b.v[i]; }); }
+inline F sub(F a, F b) { return map([&](int i) { return a.v[i] - b.v[i]; }); }
+inline F mul(F a, F b) { return map([&](int i) { return a.v[i] * b.v[i]; }); }
+inline F div(F a, F b) { return map([&](int i) { return a.v[i] / b.v[i]; }); }
+inline F fma(F a, F b, F c) { return map([&](int i) { return a.v[i] * b.v[i] + c.v[i]; }); }
+inline F max(F a, F b) { return map([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
+inline F min(F a, F b) { return map([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
+inline F abs(F a) { return map([&](int i) { return std::fabs(a.v[i]); }); }
+inline F round(F a) { return map([&](int i) { return std::nearbyintf(a.v[i]); }); }
+inline F load_f16(const uint16_t* p) { return map([&](int i) { return half_to_float(p[i]); }); }
+inline void store_f16(uint16_t* p, F a) {
+  for (int i = 0; i < 16; i++) p[i] = float_to_half(a.v[i]);
+}
+inline F load_bf16(const uint16_t* p) { return map([&](int i) { return bfloat_to_float(p[i]); }); }
+inline F load_i8(const int8_t* p) { return map([&](int i) { return (float)p[i]; }); }
+inline void store_i8(int8_t* p, F a) {
+  for (int i = 0; i < 16; i++) p[i] = (int8_t)std::nearbyintf(a.v[i]);
+}
+inline F exp2i(F n) { return map([&](int i) { return std::ldexp(1.0f, (int)n.v[i]); }); }
+inline F to_float(I a) { return map([&](int i) { return (float)a.v[i]; }); }
+
+struct Bytes {
+  int8_t v[64];
+};
+inline I dot(I a, const Bytes& w, const int8_t* x) {
+  for (int i = 0; i < 16; i++)
+    for (int j = 0; j < 4; j++) a.v[i] += (int32_t)w.v[4 * i + j] * x[j];
+  return a;
+}
+struct Dot4 {
+  using W = Bytes;
+  using A = I;
+  static A zero(int) { return I{}; }
+  static void unpack(const uint8_t* p, W& low, W& high) {
+    for (int i = 0; i < 64; i++) {
+      low.v[i] = (int8_t)(p[i] & 15);
+      high.v[i] = (int8_t)(p[i] >> 4);
+    }
+  }
+  static A step(A a, const W& w, const int8_t* x) { return dot(a, w, x); }
+  static I finish(A a) { return a; }
+  static F column(const uint8_t (*lines)[64], int k) {
+    return map([&](int i) { return (float)(lines[k % 16 / 4][4 * i + k % 4] >> k / 16 * 4 & 15); });
+  }
+};
+struct Dot8 {
+  using W = Bytes;
+  using A = I;
+  static A zero(int) { return I{}; }
+  static W unpack(const int8_t* p) {
+    W w;
+    std::memcpy(w.v, p, 64);
+    return w;
+  }
+  static A step(A a, const W& w, const int8_t* x) { return dot(a, w, x); }
+  static I finish(A a) { return a; }
+  static F column(const int8_t (*lines)[64], int k) {
+    return map([&](int i) { return (float)lines[k / 4][4 * i + k % 4]; });
+  }
+};
+
+constexpr int kRowBlock = 2;
+
+}  // namespace HR_ISA

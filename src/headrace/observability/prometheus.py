@@ -1,0 +1,196 @@
+"""What `/metrics` shows: engine counters read at scrape time, and what one front end has seen of its own requests.
+
+The HTTP layer calls the `count_*` and `observe_*` methods on its event loop; they are a dictionary or bisect step
+each and take no lock. Engine series come from the status board alone and are the same from every front end, so
+nothing adds up twice; a front end's own series carry the label `front_end`, and their sum over that label is the
+server's total.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+PREFIX = "headrace:"
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+SECONDS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.08,
+    0.15,
+    0.3,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    640.0,
+)
+SHORT_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0)
+TOKENS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2, 5))
+CHOICES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+
+HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
+    "request_prompt_tokens": ("Prompt tokens of a request", TOKENS),
+    "request_generation_tokens": ("Generated tokens of a request, over all choices", TOKENS),
+    "request_params_max_tokens": ("max_tokens of a request after clamping", TOKENS),
+    "request_params_n": ("n of a request", CHOICES),
+    "time_to_first_token_seconds": ("From receipt of the request to the first token", SECONDS),
+    "inter_token_latency_seconds": (
+        "Between consecutive tokens of a choice, as this front end got them",
+        SHORT_SECONDS,
+    ),
+    "e2e_request_latency_seconds": ("From receipt of the request to the last token", SECONDS),
+    "request_queue_time_seconds": ("In the engine's queue", SECONDS),
+    "request_prefill_time_seconds": ("From first scheduled to first token", SECONDS),
+    "request_decode_time_seconds": ("From first to last token", SECONDS),
+    "event_loop_lag_seconds": ("How late the front end's event loop woke up", SHORT_SECONDS),
+}
+COUNTERS: dict[str, tuple[str, str]] = {
+    "request_success": ("Ended choices", "finished_reason"),
+    "admission_rejections": ("Requests refused before the engine saw them", "reason"),
+    "aborts": ("Choices that were aborted", "reason"),
+}
+
+
+class EngineNumbers(Protocol):
+    """The part of the client's EngineStatus that is exported."""
+
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def kv_usage(self) -> float: ...
+    @property
+    def prefix_queries(self) -> int: ...
+    @property
+    def prefix_hits(self) -> int: ...
+    @property
+    def num_preemptions(self) -> int: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_generated_tokens(self) -> int: ...
+    @property
+    def weights_version(self) -> str: ...
+
+
+class Buckets:
+    """A histogram: one bisect per observation, which may stand for several equal ones."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, weight: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += weight
+        self.total += value * weight
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        pairs, seen = [], 0
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
+            seen += count
+            pairs.append((bound, float(seen)))
+        return pairs
+
+
+class Metrics(Collector):
+    """One per front end, with its own registry. Not thread-safe: everything happens on the event loop."""
+
+    def __init__(self, model_name: str, engine: Callable[[], EngineNumbers], *, front_end: int = 0) -> None:
+        self._engine = engine
+        self._engine_labels = {"model_name": model_name}
+        self._labels = {"model_name": model_name, "front_end": str(front_end)}
+        self._histograms = {name: Buckets(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
+        self._counters: dict[str, Counter[str]] = {name: Counter() for name in COUNTERS}
+        for reason in ("stop", "length", "abort", "error"):
+            self._counters["request_success"][reason] = 0  # a series that exists can be alerted on
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+
+    def histogram(self, name: str) -> Buckets:
+        """The buckets themselves, for a caller that observes often."""
+        return self._histograms[name]
+
+    def observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
+
+    def count_finished(self, finished_reason: str) -> None:
+        self._counters["request_success"][finished_reason] += 1
+
+    def count_rejection(self, reason: str) -> None:
+        self._counters["admission_rejections"][reason] += 1
+
+    def count_aborts(self, reason: str, num_choices: int = 1) -> None:
+        if num_choices:
+            self._counters["aborts"][reason] += num_choices
+
+    def render(self) -> bytes:
+        """The text of a scrape."""
+        return generate_latest(self.registry)
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        yield from self._collect_engine()
+        names = list(self._labels)
+        for name, (documentation, label) in COUNTERS.items():
+            family = CounterMetricFamily(PREFIX + name, documentation, labels=[*names, label])
+            for value, count in self._counters[name].items():
+                family.add_metric([*self._labels.values(), value], count)
+            yield family
+        for name, (documentation, _) in HISTOGRAMS.items():
+            buckets = self._histograms[name]
+            histogram = HistogramMetricFamily(PREFIX + name, documentation, labels=names)
+            histogram.add_metric(list(self._labels.values()), buckets.cumulative(), buckets.total)
+            yield histogram
+
+    def _collect_engine(self) -> Iterable[Metric]:
+        status = self._engine()
+        names, values = list(self._engine_labels), list(self._engine_labels.values())
+        gauges: list[tuple[str, str, float]] = [
+            ("num_requests_running", "Sequences in the running batch", status.num_running),
+            ("num_requests_waiting", "Sequences that wait to be scheduled", status.num_waiting),
+            ("kv_cache_usage_perc", "Share of the KV blocks in use, 1 is all", status.kv_usage),
+        ]
+        counters = [
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", status.prefix_queries),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache", status.prefix_hits),
+            ("num_preemptions", "Preempted sequences", status.num_preemptions),
+            ("prompt_tokens", "Prompt tokens of accepted requests", status.num_prompt_tokens),
+            ("generation_tokens", "Generated tokens", status.num_generated_tokens),
+        ]
+        for name, documentation, number in gauges:
+            gauge = GaugeMetricFamily(PREFIX + name, documentation, labels=names)
+            gauge.add_metric(values, number)
+            yield gauge
+        for name, documentation, number in counters:
+            counter = CounterMetricFamily(PREFIX + name, documentation, labels=names)
+            counter.add_metric(values, number)
+            yield counter
+        version = GaugeMetricFamily(
+            PREFIX + "weights_version_info", "Version of the weights", labels=[*names, "version"]
+        )
+        version.add_metric([*values, status.weights_version], 1)
+        yield version

@@ -1,0 +1,269 @@
+"""From what a user sent to what the engine gets: renders the chat template, tokenises, validates, builds `Submit`.
+
+Routes and `LLM` call it on their event loop. Long texts are handled in a small thread pool of its own, so that probes
+keep answering; short ones inline, because a thread would cost more than the work. It submits nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from headrace.config.options import AdmissionConfig
+from headrace.errors import InvalidRequest, QueueFull
+from headrace.processing.chat_template import ChatTemplate
+from headrace.processing.checks import check_token_ids, refusal
+from headrace.processing.messages import check_messages
+from headrace.processing.tokenizer import Tokenizer
+from headrace.processing.validate import (
+    check_length,
+    check_num_choices,
+    resolve_words,
+    validate_params,
+    validate_request,
+)
+from headrace.transport.messages import EngineInfo, Submit
+from headrace.types import RequestId, SamplingParams
+
+INLINE_CHARS = 2_000  # a text up to this long is tokenised on the loop: well under a millisecond
+NUM_THREADS = 2
+SEED_BITS = 62  # drawn seeds leave room for seed + choice
+RESERVED_TEMPLATE_KWARGS = frozenset(
+    {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
+)
+NO_TEMPLATE = (
+    "The served model has no chat template. Use /v1/completions, or start the server with --chat-template FILE "
+    "(a Jinja template)."
+)
+
+Prompt = str | Sequence[int]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatInput:
+    """A conversation and how it is rendered. `tools` reach the template; what the model says stays plain text."""
+
+    messages: Sequence[dict[str, Any]]
+    tools: Sequence[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None  # None: unless the final message is continued
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    template_kwargs: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """What travels with a request beside its prompt and its sampling parameters; already checked by the caller."""
+
+    prefix: str = "cmpl"
+    name: str | None = None  # the caller's request_id or X-Request-Id
+    add_special_tokens: bool | None = None  # None: for plain prompts, as a chat template writes its own
+    default_max_tokens: int | None = None
+    priority: int = 0
+    timeout_s: float | None = None
+    cache_salt: str | None = None
+    trace_parent: str | None = None
+    names: Mapping[str, str] = field(default_factory=dict)  # SamplingParams field -> the request's name for it
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A `Submit` and the texts its prompts came from (None where the caller gave token ids)."""
+
+    submit: Submit
+    texts: tuple[str | None, ...]
+
+
+class InputProcessor:
+    """One per front end. All methods but `close` belong to one event loop."""
+
+    def __init__(self, tokenizer: Tokenizer, admission: AdmissionConfig, *, seed: int = 0) -> None:
+        self._tokenizer = tokenizer
+        self._admission = admission
+        self._seeds = random.Random(seed or None)
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenise")
+        self._num_pending = 0
+
+    async def prepare(
+        self,
+        source: ChatInput | Sequence[Prompt],
+        params: SamplingParams,
+        info: EngineInfo,
+        request_id: RequestId,
+        options: RequestOptions | None = None,
+    ) -> PreparedRequest:
+        """Validates and tokenises. Raises InvalidRequest, or QueueFull when too many long texts wait already."""
+        options = options or RequestOptions()
+        params = validate_params(params, self._admission, info, names=options.names)
+        num_prompts = 1 if isinstance(source, ChatInput) else len(source)
+        check_num_choices(num_prompts * params.n, self._admission, options.names.get("n", "n"))
+        if params.seed is None:
+            params = replace(params, seed=self._seeds.getrandbits(SEED_BITS))
+        size = _num_chars(source) + sum(map(len, params.stop)) + sum(map(len, params.bad_words))
+
+        def work() -> PreparedRequest:
+            return self._build(source, params, info, request_id, options)
+
+        return await self._run(size, work)
+
+    async def tokenize(
+        self, source: ChatInput | str, info: EngineInfo, *, add_special_tokens: bool | None = None
+    ) -> list[int]:
+        """Token ids of a text or of a rendered conversation."""
+        sources: ChatInput | Sequence[Prompt] = source if isinstance(source, ChatInput) else (source,)
+        options = RequestOptions(add_special_tokens=add_special_tokens)
+        return await self._run(_num_chars(sources), lambda: list(self._token_ids(sources, info, options)[0][0]))
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return await self._run(
+            len(token_ids) * 4,
+            lambda: self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens),
+        )
+
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token by itself."""
+        return await self._run(len(token_ids) * 4, lambda: list(map(self._tokenizer.token_text, token_ids)))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, num_chars: int, work: Callable[[], T]) -> T:
+        if num_chars <= INLINE_CHARS:
+            return work()
+        if self._num_pending >= self._admission.max_queued_requests:
+            raise QueueFull(
+                f"{self._num_pending} prompts wait to be tokenised; at most {self._admission.max_queued_requests} may.",
+                retry_after_s=1,
+            )
+        self._num_pending += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        finally:
+            self._num_pending -= 1
+
+    # ------------------------------------------------------------------ pure work, on the loop or in a thread
+
+    def _build(
+        self,
+        source: ChatInput | Sequence[Prompt],
+        params: SamplingParams,
+        info: EngineInfo,
+        request_id: RequestId,
+        options: RequestOptions,
+    ) -> PreparedRequest:
+        params = resolve_words(params, self._encode_word, self._admission)
+        prompts, texts = self._token_ids(source, info, options)
+        params = validate_request(
+            prompts,
+            params,
+            self._admission,
+            info,
+            default_max_tokens=options.default_max_tokens,
+            names={"prompt": "messages" if isinstance(source, ChatInput) else "prompt", **options.names},
+        )
+        public_id, aliases = request_names(options.prefix, options.name)
+        timeout_s = options.timeout_s if options.timeout_s is not None else self._admission.default_timeout_s
+        submit = Submit(
+            request_id=request_id,
+            public_id=public_id,
+            aliases=aliases,
+            prompts=prompts,
+            params=params,
+            priority=options.priority,
+            timeout_s=timeout_s,
+            cache_salt=options.cache_salt,
+            trace_parent=options.trace_parent,
+        )
+        return PreparedRequest(submit, texts)
+
+    def _token_ids(
+        self, source: ChatInput | Sequence[Prompt], info: EngineInfo, options: RequestOptions
+    ) -> tuple[tuple[tuple[int, ...], ...], tuple[str | None, ...]]:
+        if isinstance(source, ChatInput):
+            text = self._render(source)
+            return (tuple(self._encode(text, bool(options.add_special_tokens), "messages")),), (text,)
+        if not source:
+            raise refusal("prompt", [], "at least one prompt")
+        ids: list[tuple[int, ...]] = []
+        for index, prompt in enumerate(source):
+            param = options.names.get("prompt", "prompt") + (f"[{index}]" if len(source) > 1 else "")
+            if isinstance(prompt, str):
+                ids.append(tuple(self._encode(prompt, options.add_special_tokens is not False, param)))
+            elif isinstance(prompt, list | tuple):
+                check_length(len(prompt), 0, info, param)  # before looking at each of a million ids
+                ids.append(check_token_ids(prompt, param, info.vocab_size))
+            else:
+                raise refusal(param, prompt, "a string or a list of token ids")
+        return tuple(ids), tuple(prompt if isinstance(prompt, str) else None for prompt in source)
+
+    def _render(self, chat: ChatInput) -> str:
+        template = self._template(chat.chat_template)
+        kwargs = dict(chat.template_kwargs or {})
+        for name in RESERVED_TEMPLATE_KWARGS & kwargs.keys():
+            raise InvalidRequest(f"chat_template_kwargs must not set {name}.", param=f"chat_template_kwargs.{name}")
+        add_generation_prompt = chat.add_generation_prompt
+        if add_generation_prompt is None:
+            add_generation_prompt = not chat.continue_final_message
+        elif add_generation_prompt and chat.continue_final_message:
+            raise InvalidRequest(
+                "add_generation_prompt and continue_final_message must not both be true.", param="add_generation_prompt"
+            )
+        return template.render(
+            check_messages(chat.messages),
+            tools=list(chat.tools) if chat.tools else None,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=chat.continue_final_message,
+            kwargs=kwargs,
+        )
+
+    def _template(self, source: str | None) -> ChatTemplate:
+        if source is None:
+            if self._tokenizer.chat_template is None:
+                raise InvalidRequest(NO_TEMPLATE, param="messages", code="no_chat_template")
+            return self._tokenizer.chat_template
+        if not self._admission.trust_request_chat_template:
+            raise InvalidRequest(
+                "chat_template in a request is allowed only when the server runs with --trust-request-chat-template.",
+                param="chat_template",
+                code="unsupported_field",
+            )
+        return self._tokenizer.request_template(source)
+
+    def _encode_word(self, text: str) -> list[int]:
+        return self._encode(text, False, "stop")
+
+    def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except (UnicodeEncodeError, TypeError):  # the library calls such a string no string
+            raise InvalidRequest(f"{param} holds half of a surrogate pair, which is no text.", param=param) from None
+
+
+def request_names(prefix: str, name: str | None) -> tuple[str, tuple[str, ...]]:
+    """The public id, and the other names by which an abort finds the request; the last one is always unique."""
+    unique = uuid.uuid4().hex
+    if name is None:
+        return f"{prefix}-{unique}", (unique,)
+    return f"{prefix}-{name}", (name, unique)
+
+
+def _num_chars(source: ChatInput | Sequence[Prompt]) -> int:
+    """How much text there is, roughly: decides between inline and thread."""
+    if not isinstance(source, ChatInput):
+        return sum(len(prompt) if isinstance(prompt, str) else 0 for prompt in source)
+    total = 500 * len(source.tools or ()) + len(source.chat_template or "")
+    for message in source.messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, str):
+            total += len(content)
+        elif isinstance(content, list):
+            total += sum(len(str(part.get("text", ""))) for part in content if isinstance(part, dict))
+    return total

@@ -1,0 +1,99 @@
+"""Makes the HTTP application of one front end: routes, middleware, error bodies, OpenAPI.
+
+`process.py` serves it; tests call it in process. It starts no process and owns neither client nor lifecycle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from headrace.client.base import EngineClient
+from headrace.client.lifecycle import Lifecycle
+from headrace.config.options import ServeConfig
+from headrace.observability.prometheus import Metrics
+from headrace.processing.inputs import InputProcessor
+from headrace.processing.tokenizer import Tokenizer
+from headrace.server.body import UNKNOWN_FIELDS
+from headrace.server.context import ServerContext
+from headrace.server.errors import install_error_handlers
+from headrace.server.keys import KeyRing
+from headrace.server.middleware import REQUEST_ID, BodyLimitMiddleware, RequestMiddleware
+from headrace.server.openapi import install_openapi
+from headrace.server.routes import all_routers
+from headrace.server.version import VERSION
+
+LAG_INTERVAL_S = 0.1
+DESCRIPTION = "OpenAI-compatible inference. Errors are `{error: {message, type, param, code}}` on every route."
+
+
+def create_app(
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    config: ServeConfig,
+    *,
+    served_names: tuple[str, ...],
+    lifecycle: Lifecycle | None = None,
+    front_end: int = 0,
+) -> FastAPI:
+    """`served_names`: what requests may call the model, the default first. `front_end` labels the metrics."""
+    assert served_names, "a model has a name"
+    context = ServerContext(
+        client=client,
+        tokenizer=tokenizer,
+        config=config,
+        served_names=served_names,
+        lifecycle=lifecycle,
+        inputs=InputProcessor(tokenizer, config.admission, seed=config.engine.model.seed),
+        keys=KeyRing(config.server.api_key, config.server.admin_key),
+        metrics=Metrics(served_names[0], client.status, front_end=front_end),
+    )
+    app = FastAPI(
+        title="Headrace",
+        version=VERSION,
+        description=DESCRIPTION,
+        redirect_slashes=False,
+        lifespan=_lifespan,
+    )
+    app.state.context = context
+    for router in all_routers():
+        app.include_router(router)
+    install_error_handlers(app)
+    install_openapi(app)
+    app.add_middleware(BodyLimitMiddleware, max_body_bytes=config.admission.max_body_bytes)
+    app.add_middleware(RequestMiddleware)
+    if config.server.cors_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.server.cors_origin),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID, UNKNOWN_FIELDS, "Retry-After"],
+        )
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    context: ServerContext = app.state.context
+    lag = asyncio.create_task(_observe_lag(context.metrics))
+    try:
+        yield
+    finally:
+        lag.cancel()
+        with suppress(asyncio.CancelledError):
+            await lag
+        context.inputs.close()
+
+
+async def _observe_lag(metrics: Metrics) -> None:
+    """How late the loop wakes up says how long something else held it."""
+    while True:
+        due = time.monotonic() + LAG_INTERVAL_S
+        await asyncio.sleep(LAG_INTERVAL_S)
+        metrics.observe("event_loop_lag_seconds", max(0.0, time.monotonic() - due))

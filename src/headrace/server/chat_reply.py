@@ -1,0 +1,142 @@
+"""The JSON of /v1/chat/completions: the whole reply, and the chunks of a stream, from the same parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.processing.logprobs import TokenLogprob
+from headrace.processing.outputs import TextDelta
+from headrace.server.logprobs import chat_logprobs, prompt_logprobs
+from headrace.server.shape import ChoiceParts, PromptRows, ReplyShape, usage_object
+from headrace.server.sse import FINISH, FrameWriter, encode
+from headrace.types import Usage
+
+ROLE_DELTA = b'{"role":"assistant","content":""}'
+
+
+class ChatReply:
+    """`Reply` of the chat route. Chunks of a choice: role, pieces of content, finish with an empty delta."""
+
+    def __init__(self, shape: ReplyShape) -> None:
+        self._shape = shape
+        self._writer = FrameWriter(shape, "chat.completion.chunk")
+        self._unsent: dict[int, ChoiceParts] = {}
+        self._prompt_rows = PromptRows(shape.n)
+        self._has_sent_prompt = False
+        self._echo = shape.echo_texts[0] if shape.echo_texts else ""
+
+    # ------------------------------------------------------------------ the whole reply
+
+    def body(self, choices: Sequence[ChoiceParts], usage: Usage) -> dict[str, Any]:
+        shape = self._shape
+        body: dict[str, Any] = {
+            "id": shape.id,
+            "object": "chat.completion",
+            "created": shape.created,
+            "model": shape.model,
+            "choices": [self._whole_choice(index, parts) for index, parts in enumerate(choices)],
+            "usage": usage_object(usage),
+        }
+        rows = max((parts.prompt_logprobs for parts in choices), key=len, default=[])
+        return body | self._of_prompt(rows)
+
+    def _whole_choice(self, index: int, parts: ChoiceParts) -> dict[str, Any]:
+        assert parts.finish_reason is not None, "every choice ends once"
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": {"role": "assistant", "content": self._echo + "".join(parts.text), "refusal": None},
+            "logprobs": self._logprobs(parts.logprobs),
+            "finish_reason": parts.finish_reason.label,
+            "stop_reason": parts.stop_reason,
+        }
+        if self._shape.return_token_ids:
+            choice["token_ids"] = parts.token_ids
+        return choice
+
+    # ------------------------------------------------------------------ a stream
+
+    def frames(self, deltas: Sequence[TextDelta], usage: Usage) -> bytes:
+        return b"".join(self._choice_frames(delta, usage) for delta in deltas)
+
+    def usage_frame(self, usage: Usage) -> bytes:
+        return self._writer.usage_frame(usage)
+
+    def _choice_frames(self, delta: TextDelta, usage: Usage) -> bytes:
+        index = delta.choice
+        unsent = self._unsent.get(index)
+        frames = []
+        if unsent is None:
+            unsent = self._unsent[index] = ChoiceParts()
+            unsent.add(delta)
+            frames.append(self._first_frames(index, usage))
+        else:
+            unsent.add(delta)
+        if unsent.text:
+            frames.append(self._content_frame(index, unsent, usage))
+            self._unsent[index] = unsent = self._after(unsent)
+        if unsent.finish_reason is not None:
+            frames.append(self._finish_frame(index, unsent, usage))
+        return b"".join(frames)
+
+    def _first_frames(self, index: int, usage: Usage) -> bytes:
+        role = self._writer.frame(
+            b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (index, ROLE_DELTA), usage
+        )
+        if not self._echo:
+            return role
+        echo = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (index, encode(self._echo))
+        return role + self._writer.frame(echo, usage)
+
+    def _content_frame(self, index: int, unsent: ChoiceParts, usage: Usage) -> bytes:
+        choice = b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null%b}' % (
+            index,
+            encode("".join(unsent.text)),
+            self._logprobs_json(unsent.logprobs),
+            self._token_ids_json(unsent.token_ids),
+        )
+        return self._writer.frame(choice, usage, self._prompt_json(unsent))
+
+    def _finish_frame(self, index: int, unsent: ChoiceParts, usage: Usage) -> bytes:
+        choice = b'{"index":%d,"delta":{},"logprobs":%b,"finish_reason":%b,"stop_reason":%b%b}' % (
+            index,
+            self._logprobs_json(unsent.logprobs),
+            FINISH[unsent.finish_reason],
+            encode(unsent.stop_reason),
+            self._token_ids_json(unsent.token_ids),
+        )
+        return self._writer.frame(choice, usage, self._prompt_json(unsent))
+
+    def _after(self, sent: ChoiceParts) -> ChoiceParts:
+        """What is left to send; rows of the prompt have gone out with the first content."""
+        return ChoiceParts(finish_reason=sent.finish_reason, stop_reason=sent.stop_reason)
+
+    # ------------------------------------------------------------------ parts of both
+
+    def _logprobs(self, rows: list[TokenLogprob]) -> dict[str, Any] | None:
+        num_top = self._shape.num_top
+        return None if num_top is None else chat_logprobs(rows, num_top, self._shape.as_ids)
+
+    def _logprobs_json(self, rows: list[TokenLogprob]) -> bytes:
+        return encode(self._logprobs(rows)) if rows else b"null"
+
+    def _token_ids_json(self, token_ids: list[int]) -> bytes:
+        return b',"token_ids":' + encode(token_ids) if self._shape.return_token_ids else b""
+
+    def _of_prompt(self, rows: list[TokenLogprob]) -> dict[str, Any]:
+        """Members beside `choices` that speak of the prompt, when they were asked for."""
+        shape = self._shape
+        members: dict[str, Any] = {}
+        if shape.wants_prompt_logprobs:
+            members["prompt_logprobs"] = prompt_logprobs(rows, shape.as_ids)
+        if shape.return_token_ids:
+            members["prompt_token_ids"] = shape.prompts[0]
+        return members
+
+    def _prompt_json(self, unsent: ChoiceParts) -> bytes:
+        """The same, once in a stream."""
+        if self._has_sent_prompt:
+            return b""
+        self._has_sent_prompt = True
+        members = self._of_prompt(self._prompt_rows.of(0, unsent.prompt_logprobs))
+        return b"," + encode(members)[1:-1] if members else b""

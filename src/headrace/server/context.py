@@ -1,0 +1,74 @@
+"""What every route needs, made once per front end by `app.py` and found through `context_of(request)`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from starlette.requests import HTTPConnection
+
+from headrace.client.base import EngineClient
+from headrace.client.lifecycle import Lifecycle
+from headrace.config.options import ServeConfig
+from headrace.errors import NotFound, Unavailable
+from headrace.observability.prometheus import Metrics
+from headrace.processing.checks import shown
+from headrace.processing.inputs import InputProcessor
+from headrace.processing.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from headrace.server.keys import KeyRing
+
+DRAIN_RETRY_S = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerContext:
+    client: EngineClient
+    tokenizer: Tokenizer
+    config: ServeConfig
+    served_names: tuple[str, ...]
+    lifecycle: Lifecycle | None
+    inputs: InputProcessor
+    keys: KeyRing
+    metrics: Metrics
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def model_name(self, asked: str | None) -> str:
+        """The name that the reply carries. Raises NotFound for a model that is not served here."""
+        if asked is None:
+            return self.served_names[0]
+        if asked not in self.served_names:
+            served = ", ".join(self.served_names)
+            raise NotFound(
+                f"The model {shown(asked)} is not served here; served: {served}.", param="model", code="model_not_found"
+            )
+        return asked
+
+    def refuse_when_draining(self) -> None:
+        if self.lifecycle is not None and self.lifecycle.is_draining:
+            raise Unavailable(
+                "The server is draining and takes no new requests.", code="draining", retry_after_s=DRAIN_RETRY_S
+            )
+
+    def reasons(self) -> tuple[str, ...]:
+        """Why this server is not ready, as machine-readable words; empty when it is."""
+        status = self.client.status()
+        reasons = list(status.reasons)
+        if status.heartbeat_age_s > self.config.server.heartbeat_timeout:
+            reasons.append("engine_stalled")
+        if self.lifecycle is not None:
+            reasons.extend(self.lifecycle.reasons())
+        if not status.is_ready and not reasons:
+            reasons.append("not_ready")
+        return tuple(dict.fromkeys(reasons))
+
+
+def context_of(connection: HTTPConnection) -> ServerContext:
+    return cast(ServerContext, connection.app.state.context)
+
+
+def request_state(connection: HTTPConnection) -> dict[str, Any]:
+    """What the middleware keeps of one request: request_id, headers for the reply, fields for its log line."""
+    return cast(dict[str, Any], connection.scope["state"])

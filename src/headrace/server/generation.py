@@ -1,0 +1,138 @@
+"""One generation from the body to the reply, for both routes: prepare, admit, submit, then collect or stream.
+
+The engine is told of a client's disconnect first and at any stage; `Generation.end` always runs, closes what is open
+and counts the request once. Errors before the first output become HTTP statuses, because no header has been sent by
+then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace.errors import QueueFull, Unavailable
+from headrace.processing.inputs import ChatInput, PreparedRequest, Prompt, RequestOptions
+from headrace.processing.outputs import OutputAssembler, TextDelta
+from headrace.server.context import ServerContext, context_of, request_state
+from headrace.server.disconnect import ClientGone, DisconnectWatch
+from headrace.server.errors import CLIENT_CLOSED, json_response
+from headrace.server.shape import ChoiceParts, Reply, failure
+from headrace.server.sse import EventStream
+from headrace.server.tracking import TrackedStream
+from headrace.types import SamplingParams, Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A checked request body, as a route hands it over."""
+
+    source: ChatInput | Sequence[Prompt]
+    params: SamplingParams
+    options: RequestOptions
+    is_stream: bool
+    make_reply: Callable[[PreparedRequest, int], Reply]  # (what was prepared, unix time)
+
+
+class Generation:
+    """A submitted request on its way."""
+
+    def __init__(
+        self, context: ServerContext, prepared: PreparedRequest, watch: DisconnectWatch, state: dict[str, Any]
+    ) -> None:
+        submit = prepared.submit
+        self.watch = watch
+        self.log_id: str = state["request_id"]
+        self._state = state
+        stream = context.client.submit(submit)
+        self._stream = TrackedStream(stream, submit, context.metrics, state["received"])
+        watch.on_gone = self.abandon
+        self._assembler = OutputAssembler(context.tokenizer, submit, self._stream)
+        self._outputs = aiter(self._assembler)
+
+    @property
+    def usage(self) -> Usage:
+        return self._assembler.usage
+
+    async def next(self) -> list[TextDelta] | None:
+        """The next deltas; None at the end."""
+        return await anext(self._outputs, None)
+
+    async def first(self) -> list[TextDelta]:
+        """The first deltas. Raises the error of a request that failed before it had any."""
+        deltas = await self.next() or []
+        for delta in deltas:
+            if error := failure(delta):
+                raise error
+        return deltas
+
+    async def collect(self) -> list[ChoiceParts]:
+        """All choices to their ends. Raises the first error: a reply is whole or none."""
+        num_choices = self._stream.num_choices
+        choices = [ChoiceParts() for _ in range(num_choices)]
+        while (deltas := await self.next()) is not None:
+            for delta in deltas:
+                if error := failure(delta):
+                    raise error
+                choices[delta.choice].add(delta)
+        return choices
+
+    def abandon(self) -> None:
+        """The client has gone."""
+        self._stream.close("disconnect")
+
+    def end(self) -> None:
+        """Idempotent. Whatever still runs is aborted: an error or a cancelled handler left it behind."""
+        self.watch.stop()
+        self._stream.close("error")
+        self._state["log"].update(self._stream.log_fields())
+
+
+async def answer(request: Request, job: Job) -> Response:
+    """Runs a job to its reply; raises RequestError."""
+    context, state = context_of(request), request_state(request)
+    watch = DisconnectWatch(request.receive)
+    generation: Generation | None = None
+    is_handed_over = False
+    try:
+        prepared = await watch.run(_prepare(context, job))
+        generation = _submit(context, prepared, watch, state)
+        reply = job.make_reply(prepared, int(time.time()))
+        if job.is_stream:
+            response: Response = EventStream(generation, await watch.run(generation.first()), reply)
+            is_handed_over = True
+            return response
+        choices = await watch.run(generation.collect())
+        return json_response(reply.body(choices, generation.usage))
+    except ClientGone:
+        return Response(status_code=CLIENT_CLOSED)
+    finally:
+        if not is_handed_over:
+            if generation is not None:
+                generation.end()
+            watch.stop()
+
+
+async def _prepare(context: ServerContext, job: Job) -> PreparedRequest:
+    client = context.client
+    try:
+        context.refuse_when_draining()
+        return await context.inputs.prepare(job.source, job.params, client.info, client.next_request_id(), job.options)
+    except (QueueFull, Unavailable) as error:
+        context.metrics.count_rejection(error.code)
+        raise
+
+
+def _submit(
+    context: ServerContext, prepared: PreparedRequest, watch: DisconnectWatch, state: dict[str, Any]
+) -> Generation:
+    try:
+        context.refuse_when_draining()  # again: it may have begun while a long prompt was tokenised
+        return Generation(context, prepared, watch, state)
+    except (QueueFull, Unavailable) as error:
+        context.metrics.count_rejection(error.code)
+        raise

@@ -1,0 +1,91 @@
+"""The OpenAPI text behind /docs. Bodies are read by `body.py` and not by FastAPI, so their schemas are added here.
+
+Routes pass `**describe(body, reply)` to their decorator; `install_openapi` puts the named schemas beside them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from headrace.server.protocol import replies
+from headrace.server.protocol.chat import ChatCompletionRequest
+from headrace.server.protocol.common import RequestModel
+from headrace.server.protocol.completions import CompletionRequest
+from headrace.server.protocol.control import AbortRequest, EmptyRequest
+from headrace.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
+
+BODIES: tuple[type[RequestModel], ...] = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    AbortRequest,
+    EmptyRequest,
+)
+REPLIES: tuple[type[msgspec.Struct], ...] = (
+    replies.ErrorReply,
+    replies.ChatCompletion,
+    replies.Completion,
+    replies.ModelList,
+    replies.ModelCard,
+    replies.TokenizeReply,
+    replies.DetokenizeReply,
+    replies.Readiness,
+    replies.VersionReply,
+    replies.Load,
+    replies.Operation,
+    replies.AbortOperation,
+)
+REF = "#/components/schemas/"
+
+
+def describe(
+    body: type[RequestModel] | None, reply: type[msgspec.Struct] | None, *, streams: bool = False
+) -> dict[str, Any]:
+    """Keyword arguments of a route's decorator."""
+    content: dict[str, Any] = {} if reply is None else {"application/json": _ref(reply.__name__)}
+    if streams:
+        content["text/event-stream"] = {"schema": {"type": "string", "description": "With stream: true."}}
+    responses: dict[int | str, Any] = {
+        200: {"description": "Done.", **({"content": content} if content else {})},
+        "default": {"description": "An error.", "content": {"application/json": _ref("ErrorReply")}},
+    }
+    arguments: dict[str, Any] = {"responses": responses, "response_model": None}
+    if body is not None:
+        arguments["openapi_extra"] = {
+            "requestBody": {"required": True, "content": {"application/json": _ref(body.__name__)}}
+        }
+    return arguments
+
+
+def _ref(name: str) -> dict[str, Any]:
+    return {"schema": {"$ref": REF + name}}
+
+
+def install_openapi(app: FastAPI) -> None:
+    """Replaces `app.openapi`; the text is made when it is first asked for."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _make(app)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _make(app: FastAPI) -> dict[str, Any]:
+    schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    _, bodies = models_json_schema([(body, "validation") for body in BODIES], ref_template=REF + "{model}")
+    _, structs = msgspec.json.schema_components(REPLIES, ref_template=REF + "{name}")
+    schema.setdefault("components", {})["schemas"] = {**bodies["$defs"], **structs}
+    for path in schema["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)  # FastAPI's own; ours is the default error
+    schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    schema["security"] = [{"key": []}]
+    return schema

@@ -1,0 +1,162 @@
+"""A front-end process: `python -m headrace.server.process <launch file> <index>`, started by the supervisor.
+
+Serves HTTP on a listening socket that it inherits, so connections outlive it in the kernel's queue. It answers from the
+start (503 until the engine is ready), drains when the status board says so, and leaves when the board says STOPPING or
+the supervisor's pipe closes. It reports its open requests on the board, which is how the supervisor knows it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import uvicorn
+import uvloop
+
+from headrace.client.lifecycle import Lifecycle
+from headrace.client.zmq import ZmqClient
+from headrace.config.launch import Launch
+from headrace.errors import ErrorInfo, StartupError
+from headrace.observability.logs import configure_logging
+from headrace.processing.tokenizer import Tokenizer, load_tokenizer
+from headrace.server.app import create_app
+from headrace.transport.board import EngineState, FrontEndState, StatusBoard, SupervisorState
+from headrace.transport.messages import EngineInfo
+from headrace.transport.parent_watch import ParentWatch, leave_signals_to_supervisor
+
+logger = logging.getLogger(__name__)
+
+_WATCH_INTERVAL_S: Final = 0.05
+_HANDSHAKE_S: Final = 5.0
+_LAST_WRITES_S: Final = 2  # what the open responses get to be written out once their requests have ended
+_DRAINED: Final = ErrorInfo(
+    503, "unavailable", "draining", "the server shut down before the request was finished (--drain-timeout)"
+)
+
+
+def main(argv: list[str]) -> int:
+    leave_signals_to_supervisor()
+    watch = ParentWatch()
+    launch, index = Launch.read(Path(argv[1])), int(argv[2])
+    configure_logging(launch.config.server.log_level, f"front-end-{index}")
+    try:
+        tokenizer = _load_tokenizer(launch)
+    except StartupError as error:
+        launch.fail(str(error))
+        return 1
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(FrontEnd(launch, index, tokenizer, watch).run())
+
+
+class FrontEnd:
+    """One incarnation of one front end."""
+
+    def __init__(self, launch: Launch, index: int, tokenizer: Tokenizer, watch: ParentWatch) -> None:
+        self._launch = launch
+        self._server_config = launch.config.server
+        self._listen_fd = launch.listen_fds[index]
+        self._board = StatusBoard.open(launch.board_path)
+        self._client = ZmqClient(
+            launch.endpoint,
+            index,
+            launch.config.admission,
+            self._board,
+            heartbeat_timeout_s=self._server_config.heartbeat_timeout,
+        )
+        self._client.report.update(has_chat_template=int(tokenizer.chat_template is not None))
+        self._watch = watch
+        app = create_app(
+            self._client,
+            tokenizer,
+            launch.config,
+            served_names=launch.served_names,
+            lifecycle=Lifecycle(lambda: self._board.is_draining),
+            front_end=index,
+        )
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                log_level="warning",
+                server_header=False,
+                timeout_graceful_shutdown=_LAST_WRITES_S,
+            )
+        )
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+
+        def stop_from_thread() -> None:
+            loop.call_soon_threadsafe(self._stop)
+
+        self._watch.on_stop = stop_from_thread
+        ready = asyncio.create_task(self._client.wait_ready())
+        tasks = [ready, asyncio.create_task(self._follow_supervisor(ready))]
+        if self._board.read_engine().state == EngineState.READY:
+            # Restarted beside a running engine: who connected meanwhile waits for the handshake instead of getting 503.
+            await asyncio.wait([ready], timeout=_HANDSHAKE_S)
+        try:
+            await self._server.serve([socket.socket(fileno=self._listen_fd)])
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._client.close()
+        return 0
+
+    async def _follow_supervisor(self, ready: asyncio.Task[EngineInfo]) -> None:
+        """Reports to the board, and does what it says. `ready` ends with the engine's ready message."""
+        is_ready = False
+        drain_until: float | None = None
+        while True:
+            if not is_ready and self._server.started and ready.done() and ready.exception() is None:
+                is_ready = True
+                gc.collect()
+                gc.freeze()  # modules, routes, tokenizer: no collection walks them again
+                self._client.report.update(state=FrontEndState.READY)
+            self._client.report.update(num_open=len(self._server.server_state.tasks))
+            state = self._board.read_supervisor().state
+            if state == SupervisorState.STOPPING:
+                self._stop()
+            elif state == SupervisorState.DRAINING and drain_until is None:
+                drain_until = time.monotonic() + self._server_config.drain_timeout
+                logger.info("draining: %d requests are running", len(self._server.server_state.tasks))
+            if drain_until is not None and time.monotonic() >= drain_until:
+                self._client.end_streams(_DRAINED)
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+
+    def _stop(self) -> None:
+        self._client.end_streams(_DRAINED)
+        self._server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: the supervisor decides when to stop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _load_tokenizer(launch: Launch) -> Tokenizer:
+    model = launch.config.engine.model
+    if launch.model_path is None:
+        from headrace.testing.bytes import byte_tokenizer  # only the mock engine needs it
+
+        return byte_tokenizer()
+    return load_tokenizer(Path(launch.model_path), model.tokenizer, model.chat_template)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

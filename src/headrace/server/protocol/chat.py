@@ -1,0 +1,120 @@
+"""Body of POST /v1/chat/completions. What the messages hold is checked by `processing/messages.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, WithJsonSchema
+
+from headrace.errors import InvalidRequest
+from headrace.processing.checks import refusal
+from headrace.processing.inputs import ChatInput
+from headrace.server.protocol.common import TOKEN_IDS, UNSUPPORTED_EVERYWHERE, GenerationRequest
+from headrace.types import SamplingParams
+
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+
+MESSAGES = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "required": ["role"],
+        "properties": {
+            "role": {"type": "string"},
+            "content": {
+                "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]
+            },
+        },
+    },
+}
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """A conversation to answer. `tools` are rendered into the template; the answer comes back as plain content."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = {
+        **UNSUPPORTED_EVERYWHERE,
+        "functions": "use tools.",
+        "function_call": "use tools with tool_choice none or auto.",
+        "audio": "only text is available.",
+        "web_search_options": "there is no search.",
+        "documents": "put them into the messages.",
+        "mm_processor_kwargs": "only text is available.",
+    }
+
+    messages: Annotated[Any, WithJsonSchema(MESSAGES)] = Field(None, description="The conversation so far.")
+    prompt_token_ids: Annotated[Any, WithJsonSchema(TOKEN_IDS)] = Field(
+        None, description="The rendered prompt as token ids; the messages are not read then."
+    )
+    max_completion_tokens: int | None = Field(None, description="Wins over max_tokens.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, description="Needs logprobs: true.")
+    tools: list[dict[str, Any]] | None = Field(None, description="Rendered into the template; calls are not parsed.")
+    tool_choice: Any = Field(None, description="none or auto.")
+    parallel_tool_calls: bool | None = Field(None, description="Accepted, without effect.")
+    response_format: dict[str, Any] | None = Field(None, description="Only {type: text}.")
+    modalities: list[str] | None = Field(None, description="Only [text].")
+    chat_template: str | None = Field(None, description="Needs --trust-request-chat-template.")
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = Field(None, description="Given to the template as reasoning_effort.")
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Sampling parameter -> what this request calls it."""
+        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        prompt = "messages" if self.prompt_token_ids is None else "prompt_token_ids"
+        return {"prompt": prompt, "max_tokens": limit, "logprobs": "top_logprobs"}
+
+    def params(self) -> SamplingParams:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true.", param="top_logprobs")
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        return self.sampling_params(max_tokens=limit, logprobs=logprobs)
+
+    def check(self) -> None:
+        self.check_common()
+        kind = (self.response_format or {"type": "text"}).get("type")
+        if kind != "text":
+            raise _unsupported("response_format", "type", kind, "text")
+        if self.modalities not in (None, ["text"]):
+            raise _unsupported("modalities", None, self.modalities, '["text"]')
+        if self.tool_choice not in (None, "none", "auto"):
+            raise _unsupported("tool_choice", None, self.tool_choice, "none or auto (tool calls are not parsed)")
+        if self.reasoning_effort is not None and self.reasoning_effort not in REASONING_EFFORTS:
+            raise refusal("reasoning_effort", self.reasoning_effort, "one of " + ", ".join(REASONING_EFFORTS))
+
+    def echo_texts(self) -> tuple[str, ...]:
+        """With echo, the text of a last message of the assistant's comes before the answer, as in vLLM."""
+        last = self.messages[-1] if self.echo and isinstance(self.messages, list) and self.messages else None
+        if not isinstance(last, dict) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+            return ()
+        return (last["content"],)
+
+    def source(self) -> ChatInput | list[Any]:
+        if self.prompt_token_ids is not None:
+            if not isinstance(self.prompt_token_ids, list):
+                raise refusal("prompt_token_ids", self.prompt_token_ids, "a list of token ids")
+            return [self.prompt_token_ids]
+        if not isinstance(self.messages, list) or not self.messages:
+            raise refusal("messages", self.messages, "a non-empty list of messages")
+        kwargs = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            kwargs.setdefault("reasoning_effort", self.reasoning_effort)
+        return ChatInput(
+            messages=self.messages,
+            tools=self.tools,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=bool(self.continue_final_message),
+            chat_template=self.chat_template,
+            template_kwargs=kwargs,
+        )
+
+
+def _unsupported(field: str, key: str | None, value: Any, allowed: str) -> InvalidRequest:
+    error = refusal(f"{field}.{key}" if key else field, value, allowed, code="unsupported_field")
+    error.param = field
+    return error

@@ -1,0 +1,187 @@
+"""The replies' types, for OpenAPI and for readers; the routes build them as plain objects of these shapes.
+
+Extensions of OpenAI's objects (stop_reason, token_ids, prompt_logprobs, ...) come with the fields that ask for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class ErrorObject(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(msgspec.Struct):
+    error: ErrorObject
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
+class UsageReply(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class ChatTopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class AssistantMessage(msgspec.Struct):
+    role: str
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    stop_reason: int | str | None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatCompletion(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageReply
+    prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class CompletionLogprobsReply(msgspec.Struct):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobsReply | None
+    finish_reason: str
+    stop_reason: int | str | None
+    prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Completion(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageReply
+
+
+class ModelCard(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct):
+    object: str
+    data: list[ModelCard]
+
+
+class TokenizeReply(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | msgspec.UnsetType = msgspec.UNSET
+
+
+class DetokenizeReply(msgspec.Struct):
+    prompt: str
+
+
+class Readiness(msgspec.Struct):
+    """`reasons` are words such as starting, draining, engine_dead, engine_stalled."""
+
+    status: str
+    reasons: list[str]
+
+
+class VersionReply(msgspec.Struct):
+    version: str
+
+
+class RankLoad(msgspec.Struct):
+    rank: int
+    running: int
+    waiting: int
+    queued_tokens: int
+    free_blocks: int
+    num_blocks: int
+    kv_usage: float
+    prefix_hit_rate: float
+    heartbeat_age_s: float
+    step: int
+    weights_version: str
+
+
+class Load(msgspec.Struct):
+    """Sums over the engines, and each of them."""
+
+    running: int
+    waiting: int
+    queued_tokens: int
+    free_blocks: int
+    num_blocks: int
+    kv_usage: float
+    prefix_hit_rate: float
+    ranks: list[RankLoad]
+
+
+class Operation(msgspec.Struct):
+    """A control operation that has ended; `started` and `ended` are unix times."""
+
+    id: str
+    kind: str
+    state: str
+    error: ErrorObject | None
+    result: list[dict[str, Any]]
+    started: float
+    ended: float
+
+
+class AbortOperation(Operation):
+    aborted: int = 0

@@ -1,0 +1,122 @@
+"""What a scrape shows: names, labels, sums; and log lines that nothing can break."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from headrace.client.base import EngineStatus
+from headrace.observability.logs import LineFormatter, configure_logging, event, plain
+from headrace.observability.prometheus import COUNTERS, HISTOGRAMS, Buckets, Metrics
+
+STATUS = EngineStatus(
+    is_ready=True, num_running=2, num_waiting=3, num_free_blocks=16, num_blocks=64, num_preemptions=4,
+    prefix_queries=100, prefix_hits=25, num_prompt_tokens=700, num_generated_tokens=900, weights_version="7",
+)  # fmt: skip
+
+
+def samples(*scrapes: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    found = {}
+    for metrics in scrapes:
+        for family in text_string_to_metric_families(metrics.render().decode()):
+            for sample in family.samples:
+                found[sample.name, tuple(sorted(sample.labels.items()))] = sample.value
+    return found
+
+
+def total(values: dict[tuple[str, tuple[tuple[str, str], ...]], float], name: str) -> float:
+    return sum(value for (series, _), value in values.items() if series == name)
+
+
+def test_engine_series_come_from_the_status() -> None:
+    values = samples(Metrics("m", lambda: STATUS))
+    model = (("model_name", "m"),)
+    assert values["headrace:num_requests_running", model] == 2
+    assert values["headrace:num_requests_waiting", model] == 3
+    assert values["headrace:kv_cache_usage_perc", model] == 0.75
+    assert values["headrace:prefix_cache_queries_total", model] == 100
+    assert values["headrace:prefix_cache_hits_total", model] == 25
+    assert values["headrace:num_preemptions_total", model] == 4
+    assert values["headrace:prompt_tokens_total", model] == 700
+    assert values["headrace:generation_tokens_total", model] == 900
+    assert values["headrace:weights_version_info", (*model, ("version", "7"))] == 1
+
+
+def test_every_series_has_its_name() -> None:
+    metrics = Metrics("m", lambda: STATUS)
+    text = metrics.render().decode()
+    for name in HISTOGRAMS:
+        assert f"headrace:{name}_bucket" in text
+    for name in COUNTERS:
+        assert f"# TYPE headrace:{name}_total counter" in text
+    assert "_created" not in text
+
+
+def test_sums_over_front_ends_are_the_server_s() -> None:
+    """Engine series are the same everywhere and must not add up; a front end's own must."""
+    front_ends = [Metrics("m", lambda: STATUS, front_end=index) for index in range(4)]
+    for index, metrics in enumerate(front_ends):
+        for _ in range(10 * (index + 1)):
+            metrics.count_finished("stop")
+            metrics.observe("request_prompt_tokens", 5)
+    values = samples(*front_ends)
+    assert total(values, "headrace:request_success_total") == 100
+    assert total(values, "headrace:request_prompt_tokens_count") == 100
+    assert total(values, "headrace:request_prompt_tokens_sum") == 500
+    assert total(values, "headrace:prompt_tokens_total") == 700
+
+
+def test_buckets_count_up_to_and_with_their_bound() -> None:
+    buckets = Buckets((1.0, 2.0))
+    for value, weight in ((0.5, 1), (1.0, 2), (1.5, 1), (9.0, 3)):
+        buckets.observe(value, weight)
+    assert buckets.cumulative() == [("1.0", 3.0), ("2.0", 4.0), ("+Inf", 7.0)]
+    assert buckets.total == 0.5 + 2.0 + 1.5 + 27.0
+
+
+def test_reasons_are_labels() -> None:
+    metrics = Metrics("m", lambda: STATUS)
+    metrics.count_rejection("queue_full")
+    metrics.count_aborts("disconnect", 3)
+    metrics.count_aborts("control", 0)
+    values = samples(metrics)
+    labels = (("front_end", "0"), ("model_name", "m"))
+    assert values["headrace:admission_rejections_total", (*labels, ("reason", "queue_full"))] == 1
+    assert values["headrace:aborts_total", (*labels, ("reason", "disconnect"))] == 3
+    assert ("headrace:aborts_total", (*labels, ("reason", "control"))) not in values
+
+
+@pytest.fixture
+def root_logger() -> Iterator[logging.Logger]:
+    root = logging.getLogger()
+    before = (root.handlers[:], root.level)
+    yield root
+    root.handlers[:], level = before
+    root.setLevel(level)
+
+
+def test_an_event_is_one_line_of_fields(root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info", "front-end-0")
+    logger = logging.getLogger("headrace.test")
+    event(logger, logging.INFO, "done", id="cmpl-1", seconds=0.123456789, nothing=None, path='/a "b"\nforged=1')
+    event(logger, logging.DEBUG, "unseen")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert " INFO front-end-0 headrace.test done id=cmpl-1 seconds=0.123457 path=" in line
+    assert "nothing" not in line
+
+
+@pytest.mark.parametrize("value", ["a\nb", "a\r\nb", "\x1b[31m", "a b", "\u202e", "x" * 10_000, "=", '"', ""])
+def test_no_value_breaks_a_line(value: str) -> None:
+    text = plain(value)
+    assert text.isprintable()
+    assert text.isascii()
+    assert len(text) < 1000
+    assert text.startswith('"') or " " not in text
+
+
+def test_a_message_with_line_breaks_stays_on_one_line() -> None:
+    record = logging.LogRecord("n", logging.INFO, "", 0, "a\nb", (), None)
+    assert len(LineFormatter("c").format(record).splitlines()) == 1
