@@ -38,8 +38,8 @@ class FinishReason(IntEnum):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens of one request are chosen and when generation ends.
 
-    Text fields (`stop`, `include_stop_str_in_output`, `bad_words`, `skip_special_tokens`) are acted on by the front end,
-    which owns the tokenizer; the engine reads only the fields that speak of token ids.
+    Text fields (`stop`, `include_stop_str_in_output`, `bad_words`, `skip_special_tokens`) are acted on by the front
+    end, which owns the tokenizer; the engine reads only the fields that speak of token ids.
     """
 
     n: int = 1
@@ -68,8 +68,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class LogprobRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log probabilities of consecutive tokens, as columns.
 
-    Each of the `num_rows` rows has `width` entries: the token that was sampled (or stands in the prompt) first, then the
-    most likely ones in falling order. Log probabilities are of the model's raw distribution, before temperature,
+    Each of the `num_rows` rows has `width` entries: the token that was sampled (or stands in the prompt) first, then
+    the most likely ones in falling order. Log probabilities are of the model's raw distribution, before temperature,
     penalties and masks, in natural log.
     """
 

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from headrace.testing.server import RunningServer
 
 NUM_CHARS = 200_000
-LONG = 30_000  # tokens: the mock engine takes seconds for several of these
+LONG = 30_000  # tokens: the mock engine takes seconds for 64 of these at once
 SOON_S = 5.0  # what takes milliseconds, with room for a busy machine; what leaks never ends
 
 
@@ -120,14 +120,14 @@ def test_livez_answers_while_ten_prompts_of_200_000_characters_arrive(server: Su
 def test_a_vanished_client_s_request_ends(server: Surface, stream: bool) -> None:
     server.wait_until_idle(5)
     aborts = server.metric("headrace:aborts_total", reason="disconnect")
-    body = {"prompt": "x", "max_tokens": LONG, "stream": stream, "n": 3}
+    body = {"prompt": "x", "max_tokens": LONG, "stream": stream, "n": 64}
     connection = server.open(body)
     if stream:
         assert connection.recv(100)
-    server.wait_for(lambda load: load["running"] == 3)
+    server.wait_for(lambda load: load["running"] == 64)
     connection.close()
     server.wait_until_idle(SOON_S)
-    assert server.metric("headrace:aborts_total", reason="disconnect") == aborts + 3
+    assert server.metric("headrace:aborts_total", reason="disconnect") == aborts + 64
     generated = server.metric("headrace:generation_tokens_total")
     time.sleep(0.1)
     assert server.metric("headrace:generation_tokens_total") == generated
@@ -155,7 +155,7 @@ def test_abort_by_each_of_its_names_and_all(server: Surface) -> None:
     replies: list[httpx.Response] = []
 
     def post(number: int) -> None:
-        body = {"prompt": "x", "max_tokens": LONG, "n": 2, "stream": number == 3}
+        body = {"prompt": "x", "max_tokens": LONG, "n": 16, "stream": number == 3}
         headers = {"X-Request-Id": f"mine-{number}"}
         replies.append(httpx.post(server.url + "/v1/completions", json=body, headers=headers, timeout=60))
 
@@ -163,15 +163,15 @@ def test_abort_by_each_of_its_names_and_all(server: Surface) -> None:
     threads = [threading.Thread(target=post, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
-    server.wait_for(lambda load: load["running"] == 8)
-    assert abort(request_ids=["mine-0"]) == 2
-    assert abort(request_ids=["cmpl-mine-1", "unknown"]) == 2
+    server.wait_for(lambda load: load["running"] == 64)
+    assert abort(request_ids=["mine-0"]) == 16
+    assert abort(request_ids=["cmpl-mine-1", "unknown"]) == 16
     assert abort(request_ids=["cmpl-mine-1"]) == 0
-    assert abort(all=True) == 4
+    assert abort(all=True) == 32
     assert abort(all=True) == 0
     for thread in threads:
         thread.join(10)
-    assert server.metric("headrace:aborts_total", reason="control") == 8
+    assert server.metric("headrace:aborts_total", reason="control") == 64
     assert len(replies) == 4
     for reply in replies:
         assert "aborted" in reply.text

@@ -165,6 +165,6 @@ def test_close_is_idempotent_and_final(tiny_model: Path) -> None:
 
 @pytest.mark.real_model
 def test_smollm2_knows_paris(smollm2: Path) -> None:
-    with LLM(str(smollm2), backend="reference", kv_cache_memory="256MiB", max_model_len=1024) as llm:
+    with LLM(str(smollm2), kv_cache_memory="256MiB", max_model_len=1024) as llm:
         (output,) = llm.chat([{"role": "user", "content": "What is the capital of France?"}], GREEDY)
     assert "Paris" in output.outputs[0].text

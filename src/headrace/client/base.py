@@ -1,7 +1,7 @@
 """The channel: what every front end, the offline `LLM` class and RL trainers use to speak to an engine.
 
-`InprocClient` (inproc.py) runs the engine in a thread of this process, `ZmqClient` (zmq.py) speaks to an engine process;
-both pass one conformance suite. All methods belong to one asyncio event loop and none of them blocks it.
+`InprocClient` (inproc.py) runs the engine in a thread of this process, `ZmqClient` (zmq.py) speaks to an engine
+process; both pass one conformance suite. All methods belong to one asyncio event loop and none of them blocks it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headrace.types import FinishReason, LogprobRows, RequestId
 
 @dataclass(slots=True)
 class Delta:
-    """What is new of one choice. Deltas that nobody has read yet merge, so a slow reader costs no memory but its tokens."""
+    """What is new of one choice. Deltas that nobody has read merge: a slow reader costs no memory but its tokens."""
 
     choice: int
     token_ids: list[int] = field(default_factory=list)
@@ -46,7 +46,7 @@ class OutputStream(Protocol):
         ...
 
     def abort_choice(self, choice: int) -> None:
-        """Ends one choice in the engine, without waiting: a stop string has matched. It still gets its terminal Delta."""
+        """Ends one choice in the engine, without waiting: a stop string matched. It still gets its terminal Delta."""
         ...
 
     def close(self, reason: str = "disconnect") -> None:

@@ -40,10 +40,7 @@ def load_config(
         if key not in known:
             raise unknown_option(key, list(known))
         values[key] = known[key].convert(value, known[key].flag)
-    config = build(root, values)
-    if isinstance(config, ServeConfig):
-        _check_serve(config)
-    return config
+    return build(root, values)
 
 
 def _read_yaml(config_file: str, known: list[str]) -> dict[str, tuple[str, Any]]:
@@ -71,9 +68,3 @@ def _read_yaml(config_file: str, known: list[str]) -> dict[str, tuple[str, Any]]
             raise ConfigError(f"{config_file}: {spelling} is given twice")
         found[key] = (str(spelling), value)
     return found
-
-
-def _check_serve(config: ServeConfig) -> None:
-    """What no single option can tell."""
-    if config.server.port == 0 and config.server.api_servers > 1:
-        raise ConfigError("--api-servers above 1 needs a fixed --port, since all of them share it")

@@ -18,7 +18,13 @@ from headrace.engine.outputs import OutputRows
 from headrace.engine.registry import RequestRegistry
 from headrace.engine.scheduler import create_scheduler
 from headrace.engine.sequence import PromptGroup, Request, Sequence, SequenceState
-from headrace.engine.sizing import available_memory, num_kv_blocks, resolve_max_model_len, resolve_max_num_seqs
+from headrace.engine.sizing import (
+    available_memory,
+    fitting_tokens,
+    num_kv_blocks,
+    resolve_max_model_len,
+    resolve_max_num_seqs,
+)
 from headrace.errors import (
     Conflict,
     DeadlineExceeded,
@@ -54,9 +60,10 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         model = executor.info
-        max_len = resolve_max_model_len(max_model_len, model)
+        free_bytes = available_memory()
+        max_len = resolve_max_model_len(max_model_len, model, fitting_tokens(cache, model, free_bytes))
         max_num_seqs = resolve_max_num_seqs(scheduler)
-        num_blocks = num_kv_blocks(cache, model, max_len, max_num_seqs, available_memory())
+        num_blocks = num_kv_blocks(cache, model, max_len, max_num_seqs, free_bytes)
         executor.allocate(num_blocks, cache.block_size, max_num_seqs)
         self.info = EngineInfo(
             model=model.name,

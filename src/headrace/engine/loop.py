@@ -108,6 +108,8 @@ class EngineLoop:
             self._core.submit(client, message)
         elif isinstance(message, Abort):
             num_aborted = self._core.abort(client, message)
+            if num_aborted:
+                self._published_s = 0.0  # what was freed shows at once
             self._emit_outputs(self._core.take_outputs())  # the choices' last rows, ahead of the answer
             self._emit(client, AbortDone(message.call_id, num_aborted))
         elif isinstance(message, Control):

@@ -21,10 +21,21 @@ logger = logging.getLogger(__name__)
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def resolve_max_model_len(asked: int | None, info: ModelInfo) -> int:
-    """The longest prompt plus output that is served."""
+def resolve_max_model_len(asked: int | None, info: ModelInfo, fitting: int) -> int:
+    """The longest prompt plus output that is served: what was asked, or what the model and the KV memory allow.
+
+    `fitting` is the longest sequence that the KV memory holds, in tokens.
+    """
     if asked is None:
-        return info.max_model_len
+        if not 2 <= fitting < info.max_model_len:
+            return info.max_model_len
+        logger.warning(
+            "the KV memory holds %d of the model's %d tokens, so --max-model-len is %d; --kv-cache-memory gives more",
+            fitting,
+            info.max_model_len,
+            fitting,
+        )
+        return fitting
     if not 2 <= asked <= info.max_model_len:
         raise ConfigError(
             f"--max-model-len {asked} is not possible: {info.name} takes from 2 to {info.max_model_len} tokens"
@@ -45,6 +56,15 @@ def resolve_max_num_seqs(config: SchedulerConfig) -> int:
     return min(config.max_num_seqs, config.max_num_batched_tokens)
 
 
+def fitting_tokens(cache: CacheConfig, info: ModelInfo, free_bytes: int) -> int:
+    """The longest sequence that the KV memory holds. An explicit `num_kv_blocks` limits no sequence here: it is for
+    tests of a memory that is too small."""
+    if cache.num_kv_blocks is not None or info.kv_bytes_per_token == 0:
+        return info.max_model_len
+    memory, _ = _kv_memory(cache, free_bytes)
+    return memory // (cache.block_size * info.kv_bytes_per_token) * cache.block_size
+
+
 def num_kv_blocks(cache: CacheConfig, info: ModelInfo, max_model_len: int, max_num_seqs: int, free_bytes: int) -> int:
     """Blocks of `--kv-cache-memory`, or of a share of `free_bytes`; no more than could ever be used at once.
 
@@ -61,14 +81,7 @@ def num_kv_blocks(cache: CacheConfig, info: ModelInfo, max_model_len: int, max_n
     block_bytes = cache.block_size * info.kv_bytes_per_token
     if block_bytes == 0:
         return useful_blocks
-    if cache.kv_cache_memory is not None:
-        memory = parse_size(cache.kv_cache_memory)
-        source = f"--kv-cache-memory {cache.kv_cache_memory}"
-    else:
-        if not 0 < cache.kv_cache_fraction <= 1:
-            raise ConfigError(f"--kv-cache-fraction must be above 0 and at most 1, got {cache.kv_cache_fraction}")
-        memory = int(free_bytes * cache.kv_cache_fraction)
-        source = f"{cache.kv_cache_fraction:g} of the {format_size(free_bytes)} of free memory"
+    memory, source = _kv_memory(cache, free_bytes)
     num_blocks = memory // block_bytes
     if num_blocks < blocks_per_sequence:
         fitting = num_blocks * cache.block_size
@@ -78,6 +91,16 @@ def num_kv_blocks(cache: CacheConfig, info: ModelInfo, max_model_len: int, max_n
             f"memory, but {source} holds {format_size(memory)}: give more with --kv-cache-memory{hint}"
         )
     return min(num_blocks, useful_blocks)
+
+
+def _kv_memory(cache: CacheConfig, free_bytes: int) -> tuple[int, str]:
+    """Bytes for KV, and the words that say where they come from."""
+    if cache.kv_cache_memory is not None:
+        return parse_size(cache.kv_cache_memory), f"--kv-cache-memory {cache.kv_cache_memory}"
+    if not 0 < cache.kv_cache_fraction <= 1:
+        raise ConfigError(f"--kv-cache-fraction must be above 0 and at most 1, got {cache.kv_cache_fraction}")
+    source = f"{cache.kv_cache_fraction:g} of the {format_size(free_bytes)} of free memory"
+    return int(free_bytes * cache.kv_cache_fraction), source
 
 
 def available_memory() -> int:

@@ -29,7 +29,7 @@ def create_backend(
     if name == "native":
         if not has_native():
             raise ConfigError(
-                "backend is 'native', but its compiled kernels are not there: install a C++ compiler, then headrace again"
+                "backend is 'native', but it was not compiled: install a C++ compiler, then headrace again"
             )
         from headrace.kernels.native.backend import NativeBackend
 

@@ -37,7 +37,7 @@ class ServerContext:
 
     def model_name(self, asked: str | None) -> str:
         """The name that the reply carries. Raises NotFound for a model that is not served here."""
-        if asked is None:
+        if asked is None or asked == "default":  # FastDeploy's word for whatever is served
             return self.served_names[0]
         if asked not in self.served_names:
             served = ", ".join(self.served_names)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class EchoExecutor:
     """Implements `Executor`."""
 
-    def __init__(
+    def __init__(  # budget: every parameter is a knob of its own for tests
         self,
         *,
         name: str = "echo",

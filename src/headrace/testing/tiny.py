@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_tiny_model(
+def write_tiny_model(  # budget: every parameter is one dimension of the model
     folder: Path,
     *,
     architecture: str = "llama",

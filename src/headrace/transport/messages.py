@@ -1,7 +1,7 @@
 """Every type that crosses between a front end and the engine, as typed msgpack; no pickle anywhere.
 
-One tagged union per direction. Fields are append-only: a field is added at the end, with a default, and never removed or
-reordered (`tests/golden` holds the bytes). Per-token data travels as columns, one message per step and front end.
+One tagged union per direction. Fields are append-only: a field is added at the end, with a default, and never removed
+or reordered (`tests/golden` holds the bytes). Per-token data travels as columns, one message per step and front end.
 `transport/codec.py` encodes and decodes; nothing else knows the encoding.
 """
 
@@ -21,8 +21,8 @@ PROTOCOL_VERSION = 1
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First message of a front end. A second one from the same `front_end` with another `incarnation` means that the old
-    process died: the engine aborts what it had asked for."""
+    """First message of a front end. A second one from the same `front_end` with another `incarnation` means that the
+    old process died: the engine aborts what it had asked for."""
 
     front_end: int
     incarnation: str

@@ -1,8 +1,8 @@
 """What crosses between the engine's core and its workers: one `StepPlan` down, one `StepResult` up, each step.
 
-A worker holds the persistent batch: a sequence is described once, in full, and named by its slot from then on. A worker
-knows nothing of queues, priorities, aborts or preemption: a preempted sequence leaves like a finished one and comes back as
-a new one that brings its output tokens along.
+A worker holds the persistent batch: a sequence is described once, in full, and named by its slot from then on. A
+worker knows nothing of queues, priorities, aborts or preemption: a preempted sequence leaves like a finished one and
+comes back as a new one that brings its output tokens along.
 """
 
 from __future__ import annotations

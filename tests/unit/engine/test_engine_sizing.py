@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.config.options import CacheConfig
-from headrace.engine.sizing import available_memory, num_kv_blocks, resolve_max_model_len
+from headrace.engine.sizing import available_memory, fitting_tokens, num_kv_blocks, resolve_max_model_len
 from headrace.errors import ConfigError
 from headrace.executor.base import ModelInfo
 
@@ -66,11 +66,18 @@ def test_bad_options_are_refused(cache: dict[str, object]) -> None:
 
 
 def test_the_context_is_the_models_unless_less_is_asked() -> None:
-    assert resolve_max_model_len(None, INFO) == 1000
-    assert resolve_max_model_len(20, INFO) == 20
+    assert resolve_max_model_len(None, INFO, 1000) == 1000
+    assert resolve_max_model_len(20, INFO, 1000) == 20
     for asked in (1001, 1, 0, -5):
         with pytest.raises(ConfigError, match=f"--max-model-len {asked} is not possible.*1000"):
-            resolve_max_model_len(asked, INFO)
+            resolve_max_model_len(asked, INFO, 1000)
+
+
+def test_a_context_that_nobody_asked_for_shrinks_to_the_memory() -> None:
+    fitting = fitting_tokens(CacheConfig(block_size=10, kv_cache_memory="75KiB"), INFO, 0)
+    assert fitting == 70
+    assert resolve_max_model_len(None, INFO, fitting) == fitting
+    assert resolve_max_model_len(1000, INFO, fitting) == 1000  # and num_kv_blocks refuses it
 
 
 def test_this_machine_has_memory() -> None:

@@ -1,4 +1,4 @@
-"""Every family: a random checkpoint saved by transformers gives the same logits here, in any way of stepping through it."""
+"""Every family: a random checkpoint saved by transformers gives the same logits here, however it is stepped."""
 
 from __future__ import annotations
 

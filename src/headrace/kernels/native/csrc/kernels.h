@@ -73,6 +73,8 @@ struct AttentionArgs {
   int window;             // 0: none
 };
 
+constexpr int kInt8OpsPerStep = 4 * 64 * 2;
+
 constexpr int kAttentionSpan = 256;  // positions per unit of attention; fixed, so that sums never depend on the batch
 
 // Floats of one query head's part: maximum, sum, then values.
@@ -101,6 +103,8 @@ struct Kernels {
   void (*add)(Rows x, Rows y, int width, Rows out, int row0, int row1);
   void (*scale)(Rows x, int width, float factor, Rows out, int row0, int row1);
   void (*soft_cap)(Rows x, int width, float cap, Rows out, int row0, int row1);
+  float (*sum_bytes)(const float* data, size_t count);  // reads it all: for measuring memory
+  float (*int8_burst)(int steps);                        // kInt8OpsPerStep operations a step, out of registers
   void (*embed)(const Weight& table, const int32_t* ids, Rows y, int row0, int row1);
 };
 

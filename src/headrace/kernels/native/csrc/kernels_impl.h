@@ -470,8 +470,25 @@ void embed(const Weight& table, const int32_t* ids, Rows y, int row0, int row1) 
   }
 }
 
+float sum_bytes(const float* data, size_t count) {
+  F sums[4] = {set1(0), set1(0), set1(0), set1(0)};
+  for (size_t i = 0; i + 64 <= count; i += 64)
+    for (int j = 0; j < 4; j++) sums[j] = add(sums[j], load(data + i + 16 * j));
+  return sum_lanes(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+}
+
+float int8_burst(int steps) {
+  int8_t weights[64] = {}, x[16] = {1, 2, 3, 4};
+  const typename Dot8::W w = Dot8::unpack(weights);
+  typename Dot8::A sums[4] = {Dot8::zero(0), Dot8::zero(1), Dot8::zero(2), Dot8::zero(3)};
+  for (int i = 0; i < steps; i++)
+    for (int j = 0; j < 4; j++) sums[j] = Dot8::step(sums[j], w, x + 4 * (i % 4));
+  return sum_lanes(add(add(to_float(Dot8::finish(sums[0])), to_float(Dot8::finish(sums[1]))),
+                       add(to_float(Dot8::finish(sums[2])), to_float(Dot8::finish(sums[3])))));
+}
+
 constexpr Kernels make_table(const char* name) {
-  return {name, quantize, linear, rms_norm, rope, store_kv, attend, combine, gated, add_rows, scale_rows, soft_cap, embed};
+  return {name, quantize, linear, rms_norm, rope, store_kv, attend, combine, gated, add_rows, scale_rows, soft_cap, sum_bytes, int8_burst, embed};
 }
 
 }  // namespace HR_ISA

@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "limits.h"
 #include "pack.h"
 #include "program.h"
 
@@ -134,6 +135,10 @@ NB_MODULE(_native, m) {
       .value("gelu_tanh", Activation::gelu_tanh);
   m.def("pack_blocks", &pack_blocks, "A weight from the bytes of a GGUF or half-precision tensor [rows, cols].");
   m.def("pack_floats", &pack_floats, "A weight from float32 [rows, cols], as w8, w4 or f32.");
+  m.def("measure_limits", [](Pool& pool) {
+    const Limits limits = measure_limits(pool);
+    return std::make_pair(limits.read_bytes_per_s, limits.int8_ops_per_s);
+  });
   m.def("instruction_set", [] { return std::string(best_kernels()->name); });
   m.def("force_instruction_set", &force_kernels, "For tests: portable, avx2 or avx512; empty: the best. False if it is not there.");
 
