@@ -146,3 +146,10 @@ class Backend(Protocol):
     def run(self, model: Model, inputs: StepInputs) -> np.ndarray:
         """One step: logits float32 [R, V]. Raises nothing on any finite or non-finite weight."""
         ...
+
+    def best_tokens(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of each row of float32 [R, V]: the first largest, int64 [R], and whether all of it is finite, bool [R].
+
+        Where a row is not finite its id means nothing.
+        """
+        ...

@@ -194,7 +194,8 @@ def _rope(fields: Fields, defaults: dict[str, Any], head_dim: int, layer_type: s
     partial = parameters.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     max_positions = fields.integer("max_position_embeddings", defaults.get("max_position_embeddings", 131072))
     original = parameters.integer("original_max_position_embeddings", max_positions)
-    factor = parameters.number("factor", max_positions / original if scaling in ("default", "yarn") else None)
+    can_omit_factor = scaling in ("default", "yarn")
+    factor = parameters.number("factor", max_positions / original) if can_omit_factor else parameters.number("factor")
     attention_factor = yarn_attention_factor(factor)
     mscale, mscale_all = parameters.raw("mscale"), parameters.raw("mscale_all_dim")
     if scaling == "yarn" and mscale and mscale_all:

@@ -73,6 +73,6 @@ def match_tensors(checkpoint: Checkpoint, config: DecoderConfig, names: NameMap)
     if unknown:
         raise CheckpointError(
             f"{checkpoint.path}: {len(unknown)} tensors that {config.architecture} does not have,"
-            f" such as {unknown[0][:80]} of shape {found[unknown[0]].shape}"
+            f" such as {unknown[0][:80]!r} of shape {found[unknown[0]].shape}"
         )
     return matched

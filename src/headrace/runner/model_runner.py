@@ -80,7 +80,8 @@ class ModelRunner:
             self._sample(slots, logits[: slots.shape[0]], result)
 
     def _sample(self, slots: np.ndarray, logits: np.ndarray, result: StepResult) -> None:
-        token_ids, errors = sampler.sample(logits, self._batch.sampling_rows(slots))
+        best, finite = self._backend.best_tokens(logits)
+        token_ids, errors = sampler.sample(logits, self._batch.sampling_rows(slots), best, finite)
         for row, message in errors.items():
             result.errors.setdefault(int(slots[row]), message)
         if result.errors:
@@ -100,7 +101,7 @@ class ModelRunner:
         if slot in result.errors:
             return
         chunk = logits[prompt.first_row : prompt.first_row + num_rows]
-        if not sampler.finite_rows(chunk).all():
+        if not self._backend.best_tokens(chunk)[1].all():
             result.errors[slot] = sampler.NOT_FINITE
             result.prompt_logprobs.pop(slot, None)
             return

@@ -44,22 +44,17 @@ class SamplingRows:
     )  # by row, with the row's tokens so far
 
 
-def finite_rows(logits: np.ndarray) -> np.ndarray:
-    """bool [R]: whether every logit of the row is finite."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        finite: np.ndarray = np.isfinite(logits.sum(axis=1))
-    for i in np.flatnonzero(~finite).tolist():  # a sum of finite values may overflow: look closer
-        finite[i] = np.isfinite(logits[i]).all()
-    return finite
+def sample(
+    logits: np.ndarray, rows: SamplingRows, best: np.ndarray, finite: np.ndarray
+) -> tuple[np.ndarray, dict[int, str]]:
+    """Token ids int64 [R], and by row the reason why it has none (its id is then meaningless). Leaves logits alone.
 
-
-def sample(logits: np.ndarray, rows: SamplingRows) -> tuple[np.ndarray, dict[int, str]]:
-    """Token ids int64 [R], and by row the reason why it has none (its id is then meaningless). Leaves logits alone."""
-    finite = finite_rows(logits)
+    `best` and `finite` are the backend's `best_tokens` of these logits.
+    """
     errors = {int(i): NOT_FINITE for i in np.flatnonzero(~finite)}
     greedy = rows.temperature < GREEDY_BELOW
     if not errors and not rows.edits and greedy.all():
-        return logits.argmax(axis=1), errors
+        return best, errors
     with np.errstate(over="ignore", under="ignore"):
         return _sample_groups(logits, rows, finite, greedy, errors)
 

@@ -58,6 +58,9 @@ class HistoryBackend:
         rows = [self._history(inputs, int(s), int(t)) for s, t in zip(owner, inputs.logit_rows_R, strict=True)]
         return np.array([history_logits(row) for row in rows], np.float32).reshape(-1, VOCAB_SIZE)
 
+    def best_tokens(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return logits.argmax(axis=1), np.isfinite(logits).all(axis=1)
+
     def _history(self, inputs: StepInputs, sequence: int, row: int) -> np.ndarray:
         position = int(inputs.positions_T[row])
         last = int(inputs.query_starts[sequence + 1]) - 1

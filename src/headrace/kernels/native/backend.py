@@ -102,6 +102,11 @@ class NativeBackend:
         )
         return logits
 
+    def best_tokens(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        ids, finite = np.empty(len(logits), np.int64), np.empty(len(logits), np.bool_)
+        _native.best_tokens(self._pool, logits, ids, finite)
+        return ids, finite
+
     def _record(self, model: Model) -> Any:
         assert self._kv is not None, "allocate_kv comes before the first step"
         program = _native.Program(self._pool)

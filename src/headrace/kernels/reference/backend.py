@@ -54,6 +54,9 @@ class ReferenceBackend:
             logits: Floats = model.forward(ReferenceOps(self._arithmetic, self._kv, self._ropes, inputs))
         return logits
 
+    def best_tokens(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return logits.argmax(axis=1), np.isfinite(logits).all(axis=1)
+
 
 def _stack(parts: list[StoredTensor]) -> Floats:
     """All parts along their first axis, dequantised one at a time."""

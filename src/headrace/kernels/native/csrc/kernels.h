@@ -103,6 +103,8 @@ struct Kernels {
   void (*add)(Rows x, Rows y, int width, Rows out, int row0, int row1);
   void (*scale)(Rows x, int width, float factor, Rows out, int row0, int row1);
   void (*soft_cap)(Rows x, int width, float cap, Rows out, int row0, int row1);
+  // the first largest of a row, and whether all of it is finite
+  int (*best)(const float* row, int width, bool* is_finite);
   float (*sum_bytes)(const float* data, size_t count);  // reads it all: for measuring memory
   float (*int8_burst)(int steps);                        // kInt8OpsPerStep operations a step, out of registers
   void (*embed)(const Weight& table, const int32_t* ids, Rows y, int row0, int row1);

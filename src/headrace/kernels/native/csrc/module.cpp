@@ -135,6 +135,16 @@ NB_MODULE(_native, m) {
       .value("gelu_tanh", Activation::gelu_tanh);
   m.def("pack_blocks", &pack_blocks, "A weight from the bytes of a GGUF or half-precision tensor [rows, cols].");
   m.def("pack_floats", &pack_floats, "A weight from float32 [rows, cols], as w8, w4 or f32.");
+  m.def("best_tokens", [](Pool& pool, Array2<float> logits, nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> ids,
+                          nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu> finite) {
+    const int rows = (int)logits.shape(0), width = (int)logits.shape(1);
+    std::atomic<int> next{0};
+    nb::gil_scoped_release release;
+    pool.run([&](int) {
+      for (int r; (r = next.fetch_add(1)) < rows;)
+        ids.data()[r] = best_kernels()->best(logits.data() + (size_t)r * width, width, finite.data() + r);
+    });
+  });
   m.def("measure_limits", [](Pool& pool) {
     const Limits limits = measure_limits(pool);
     return std::make_pair(limits.read_bytes_per_s, limits.int8_ops_per_s);
