@@ -25,7 +25,7 @@ from headrace.config.size import format_size
 from headrace.engine.sizing import available_memory, num_kv_blocks
 from headrace.errors import HeadraceError
 from headrace.executor.base import ModelInfo
-from headrace.kernels import create_backend, has_native
+from headrace.kernels import create_backend, describe, has_native
 from headrace.weights.aliases import ALIASES
 from headrace.weights.hub import cache_dir, cached_alias_path
 
@@ -122,13 +122,13 @@ def _memory() -> dict[str, str]:
 
 def _kernels() -> dict[str, str]:
     if has_native():
-        why = "compiled, and picks its instructions for this CPU at run time"
+        why = "compiled; the instructions are chosen for this CPU at run time"
     else:
         why = "numpy; the compiled kernels were not built: that needs a C++ compiler when Headrace is installed"
     compiler = next((path for command in ("c++", "g++", "clang++") if (path := shutil.which(command))), None)
     return {
-        "backend auto": f"{create_backend('auto').name} ({why})",
-        "same bits in any batch": "--backend reference-exact",
+        "backend auto": f"{describe(create_backend('auto').name)}: {why}",
+        "same bits in any batch": "yes" if has_native() else "only with --backend reference-exact",
         "C++ compiler": compiler or "none",
     }
 

@@ -19,8 +19,10 @@ from headrace.engine.endpoint import EngineEndpoint
 from headrace.engine.loop import EngineLoop
 from headrace.errors import StartupError
 from headrace.executor import Executor, create_executor
+from headrace.kernels import describe
 from headrace.observability.logs import configure_logging
 from headrace.transport.board import EngineState, StatusBoard
+from headrace.transport.messages import EngineInfo
 from headrace.transport.parent_watch import ParentWatch, leave_signals_to_supervisor
 from headrace.transport.stats import EngineStats
 
@@ -44,6 +46,7 @@ def main(argv: list[str]) -> int:
     except StartupError as error:
         launch.fail(str(error))
         return 1
+    log_start(core.info, launch.config.engine.model.backend)
     try:
         return run(core, endpoint, board, watch)
     finally:
@@ -55,6 +58,23 @@ def build_core(launch: Launch) -> tuple[Executor, EngineCore]:
     model_path = Path(launch.model_path) if launch.model_path is not None else None
     executor = create_executor(config.model, model_path, launch.config.server.mock_engine)
     return executor, EngineCore(executor, config.cache, config.scheduler, config.model.max_model_len)
+
+
+def log_start(info: EngineInfo, asked_backend: str) -> None:
+    logger.info(
+        "serving %s with %s kernels: context %d tokens, KV %d tokens in %d blocks, up to %d sequences",
+        info.model,
+        describe(info.backend),
+        info.max_model_len,
+        info.max_kv_tokens,
+        info.num_blocks,
+        info.max_num_seqs,
+    )
+    if asked_backend == "auto" and info.backend == "reference":
+        logger.warning(
+            "the compiled kernels were not built, so the slow numpy ones serve: "
+            "install a C++ compiler, then Headrace again"
+        )
 
 
 def run(core: EngineCore, endpoint: EngineEndpoint, board: StatusBoard, watch: ParentWatch) -> int:

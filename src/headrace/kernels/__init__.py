@@ -15,6 +15,15 @@ def has_native() -> bool:
     return importlib.util.find_spec("headrace.kernels.native._native") is not None
 
 
+def describe(backend: str) -> str:
+    """A backend's name, with the instructions that its kernels use on this machine."""
+    if backend != "native":
+        return f"{backend} (numpy)" if backend.startswith("reference") else backend
+    from headrace.kernels.native import _native
+
+    return f"native ({_native.instruction_set()})"
+
+
 def create_backend(
     name: str, *, num_threads: int | None = None, kv_cache_dtype: str = "auto", quantization: str | None = None
 ) -> Backend:
@@ -49,4 +58,4 @@ def create_backend(
     return ReferenceBackend("reference-exact", OrderedArithmetic())
 
 
-__all__ = ["BACKENDS", "Backend", "create_backend", "has_native"]
+__all__ = ["BACKENDS", "Backend", "create_backend", "describe", "has_native"]

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from headrace.errors import ConfigError
 from headrace.kernels.native import _native
 from headrace.kernels.native.recorder import StackedWeight, record
 from headrace.kernels.ops import KVSpec, Model, StepInputs
@@ -81,6 +82,8 @@ class NativeBackend:
         return spec.num_vectors_per_token() * (padded_dim + 4 if self._has_int8_kv else 2 * padded_dim)
 
     def allocate_kv(self, spec: KVSpec, num_blocks: int, block_size: int) -> None:
+        if block_size % 16:
+            raise ConfigError(f"--block-size {block_size} is not possible with native kernels: give a multiple of 16")
         shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim, num_blocks, block_size)
         self._kv = _native.KVMemory(*shape, self._has_int8_kv)
         self._program = None
