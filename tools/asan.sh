@@ -26,7 +26,8 @@ LD_PRELOAD=$preload \
 ASAN_OPTIONS=detect_leaks=0 \
 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 TSAN_OPTIONS=halt_on_error=1:report_signal_unsafe=0 \
-exec "$python" - "$module"/_native*.so <<'PYTHON'
+exec "$python" - "$module"/_native*.so "${@:2}" <<'PYTHON'
+import glob
 import importlib.util
 import sys
 
@@ -39,5 +40,7 @@ import headrace.kernels.native
 import pytest
 
 headrace.kernels.native._native = sys.modules[name]
-sys.exit(pytest.main(["-p", "no:cacheprovider", "tests/unit/kernels"]))
+tests = sys.argv[2:] or sorted(glob.glob("tests/unit/kernels/test_native_*.py"))
+# A finding goes to the real stderr, past pytest's own capture.
+sys.exit(pytest.main(["-p", "no:cacheprovider", "--capture=sys", "--timeout=600", *tests]))
 PYTHON

@@ -31,7 +31,7 @@ def llama(checkpoint: Checkpoint) -> DecoderConfig:
     return _build(
         checkpoint,
         fields,
-        {"num_key_value_heads": None, "max_position_embeddings": 2048, "tie_word_embeddings": False},
+        {"num_key_value_heads": None, "max_position_embeddings": 2048, "tie_word_embeddings": False, "eos_token_id": 2},
         has_qkv_bias=has_bias,
         has_output_bias=has_bias,
         has_mlp_bias=fields.boolean("mlp_bias", False),
@@ -43,7 +43,12 @@ def mistral(checkpoint: Checkpoint) -> DecoderConfig:
     # An absent window is the class's default, a null one means none.
     window = 4096 if "sliding_window" not in fields.values else _window(fields)
     num_layers = fields.integer("num_hidden_layers", high=1000)
-    defaults = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "tie_word_embeddings": False}
+    defaults = {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+        "eos_token_id": 2,
+    }
     return _build(
         checkpoint, fields, defaults, sliding_window=window, sliding_layers=(window is not None,) * num_layers
     )
@@ -80,6 +85,7 @@ def ernie4_5(checkpoint: Checkpoint) -> DecoderConfig:
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
         "is_interleaved": True,
+        "eos_token_id": 2,
     }
     return _build(checkpoint, fields, defaults, has_qkv_bias=has_bias, has_output_bias=has_bias, has_mlp_bias=has_bias)
 
