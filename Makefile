@@ -10,10 +10,10 @@ NATIVE := $(shell find src/headrace/kernels/native -name CMakeLists.txt -o -path
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(shell test -t 2 || echo -qq)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check fmt bench docs clean
+.PHONY: help setup serve test test-asan check fmt bench docs clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: .venv/installed ## make .venv, install Headrace, fetch the default model
 	@$(BIN)/headrace pull smollm2 >/dev/null
@@ -24,6 +24,8 @@ serve: setup ## serve a model on 127.0.0.1 (PORT=8000, ARGS="MODEL --option valu
 test: .venv/test-installed ## the whole test-suite (TESTS=tests/unit for a part)
 	@$(BIN)/headrace pull smollm2 >/dev/null && $(BIN)/headrace pull gemma3-270m >/dev/null || echo "without a model its tests skip"
 	$(BIN)/python -m pytest $(TESTS)
+test-asan: .venv/test-installed ## the kernels' tests under the address and undefined-behaviour sanitizers
+	@tools/asan.sh
 
 check: .venv/test-installed ## lint, formatting, types, layers, budgets, generated docs
 	$(BIN)/ruff check src tests tools bench
@@ -34,8 +36,7 @@ check: .venv/test-installed ## lint, formatting, types, layers, budgets, generat
 	$(BIN)/python tools/gen_options_docs.py --check
 
 fmt: .venv/test-installed ## format the code and fix what can be fixed
-	$(BIN)/ruff check --fix src tests tools bench
-	$(BIN)/ruff format src tests tools bench
+	$(BIN)/ruff check --fix src tests tools bench && $(BIN)/ruff format src tests tools bench
 
 bench: setup ## tokens per second of the engine alone (ARGS="MODEL --option value")
 	@$(BIN)/headrace bench offline $(ARGS)

@@ -26,6 +26,7 @@ LD_PRELOAD=$preload \
 ASAN_OPTIONS=detect_leaks=0 \
 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 TSAN_OPTIONS=halt_on_error=1:report_signal_unsafe=0 \
+OPENBLAS_NUM_THREADS=1 \
 exec "$python" - "$module"/_native*.so "${@:2}" <<'PYTHON'
 import glob
 import importlib.util

@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 
 from headrace.client.base import EngineClient, OutputStream
 from headrace.client.inproc import InprocClient
+from headrace.config.generation import parse_defaults, resolve_model_config
 from headrace.config.load import load_config
 from headrace.config.options import AdmissionConfig, EngineConfig
 from headrace.engine.core import EngineCore
@@ -88,12 +89,15 @@ class LLM:
 
     def _open(self, config: EngineConfig) -> None:
         resolved = resolve_model(config.model.model, config.model.revision)
+        model = resolve_model_config(config.model, resolved.name, resolved.recommended_sampling)
+        config = dataclasses.replace(config, model=model)
         self._tokenizer = load_tokenizer(resolved.path, config.model.tokenizer, config.model.chat_template)
         self._inputs = InputProcessor(self._tokenizer, _ADMISSION, seed=config.model.seed)
         self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=self._loop.run_forever, name="headrace-llm", daemon=True)
         thread.start()
         self.name = resolved.name
+        self.default_params = SamplingParams(**parse_defaults(model.override_generation_config))
         try:
             self._client: EngineClient = self._run(_open_client(config, resolved))
         except BaseException:
@@ -135,13 +139,13 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextDelta]:
         """Yields pieces of the completion as they come. Leaving the iteration early aborts the request."""
-        return self._stream((prompt,), params or SamplingParams())
+        return self._stream((prompt,), params or self.default_params)
 
     def stream_chat(
         self, messages: Messages, params: SamplingParams | None = None, **template_kwargs: Any
     ) -> Iterator[TextDelta]:
         """Yields pieces of the answer as they come. Leaving the iteration early aborts the request."""
-        return self._stream(_chat_input(messages, template_kwargs), params or SamplingParams())
+        return self._stream(_chat_input(messages, template_kwargs), params or self.default_params)
 
     def close(self) -> None:
         """Ends what still runs and lets go of the model. Idempotent."""
@@ -173,7 +177,7 @@ class LLM:
         self, sources: Sequence[Source], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[GenerationOutput]:
         if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(sources)
+            each = [params or self.default_params] * len(sources)
         else:
             each = list(params)
         if len(each) != len(sources):
@@ -272,13 +276,9 @@ def _raise_failure(delta: TextDelta) -> None:
 
 
 async def _open_client(config: EngineConfig, resolved: ResolvedModel) -> EngineClient:
-    model = config.model
-    if not model.served_model_name:
-        model = dataclasses.replace(model, served_model_name=(resolved.name,))
-
     def create_core() -> EngineCore:
-        executor = create_executor(model, resolved.path, mock=False)
-        return EngineCore(executor, config.cache, config.scheduler, model.max_model_len)
+        executor = create_executor(config.model, resolved.path, mock=False)
+        return EngineCore(executor, config.cache, config.scheduler, config.model.max_model_len)
 
     client = InprocClient(create_core, _ADMISSION)
     try:

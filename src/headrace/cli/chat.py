@@ -35,7 +35,7 @@ BLOCK = '"""'
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "headrace chat [MODEL | --url URL] [options]"
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
-    add_source_arguments(parser, temperature=0.6, max_tokens=None, positional=True)
+    add_source_arguments(parser, temperature=None, max_tokens=None, positional=True)
 
 
 def run(args: argparse.Namespace) -> int:

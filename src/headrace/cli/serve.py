@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 
 from headrace.config.cli import add_options, given_options
+from headrace.config.generation import resolve_model_config
 from headrace.config.load import load_config
 from headrace.config.options import ServeConfig
 
@@ -25,11 +26,6 @@ def run(args: argparse.Namespace) -> int:
         return serve(config, None)
     model = config.engine.model
     resolved = resolve_model(model.model, model.revision)
-    if not model.served_model_name:
-        config = _with_served_name(config, resolved.name)
-    return serve(config, resolved.path)
-
-
-def _with_served_name(config: ServeConfig, name: str) -> ServeConfig:
-    model = dataclasses.replace(config.engine.model, served_model_name=(name,))
-    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, model=model))
+    model = resolve_model_config(model, resolved.name, resolved.recommended_sampling)
+    engine = dataclasses.replace(config.engine, model=model)
+    return serve(dataclasses.replace(config, engine=engine), resolved.path)

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import httpx
+import msgspec
 
 from headrace.cli.sse import data_lines
 from headrace.config.cli import add_options, given_options
 from headrace.config.load import load_config
 from headrace.config.options import EngineConfig
 from headrace.errors import ConfigError, ErrorInfo, FailedRequest, StartupError
+from headrace.types import SamplingParams
 
 _CONNECT_TIMEOUT_S = 10.0
 
@@ -45,14 +47,15 @@ class TextSource(Protocol):
 
 
 def add_source_arguments(
-    parser: argparse.ArgumentParser, *, temperature: float, max_tokens: int | None, positional: bool
+    parser: argparse.ArgumentParser, *, temperature: float | None, max_tokens: int | None, positional: bool
 ) -> None:
     """The options of both commands: how to sample, which server or which model."""
     sampling = parser.add_argument_group("Sampling")
     limit = "what the context leaves" if max_tokens is None else str(max_tokens)
     sampling.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=f"(default: {limit})")
+    heat = "the model's own" if temperature is None else f"{temperature:g}"
     sampling.add_argument(
-        "--temperature", type=float, default=temperature, metavar="X", help=f"0: greedy (default: {temperature:g})"
+        "--temperature", type=float, default=temperature, metavar="X", help=f"0: greedy (default: {heat})"
     )
     sampling.add_argument("--top-p", type=float, metavar="X")
     sampling.add_argument("--top-k", type=int, metavar="N")
@@ -98,13 +101,17 @@ class LocalSource:
         self.name = self._llm.name
 
     def chat(self, messages: list[dict[str, Any]], sampling: dict[str, Any]) -> Generator[Piece, None, None]:
-        return self._pieces(self._llm.stream_chat(messages, _params(sampling)))
+        return self._pieces(self._llm.stream_chat(messages, self._params(sampling)))
 
     def complete(self, prompt: str, sampling: dict[str, Any]) -> Generator[Piece, None, None]:
-        return self._pieces(self._llm.stream(prompt, _params(sampling)))
+        return self._pieces(self._llm.stream(prompt, self._params(sampling)))
 
     def close(self) -> None:
         self._llm.close()
+
+    def _params(self, sampling: dict[str, Any]) -> SamplingParams:
+        given = {**sampling, "stop": tuple(sampling.get("stop", ()))}
+        return msgspec.structs.replace(self._llm.default_params, **given)
 
     def _pieces(self, deltas: Any) -> Generator[Piece, None, None]:
         num_tokens = 0
@@ -112,12 +119,6 @@ class LocalSource:
             for delta in deltas:
                 num_tokens += len(delta.token_ids)
                 yield Piece(delta.text, num_tokens)
-
-
-def _params(sampling: dict[str, Any]) -> Any:
-    from headrace.types import SamplingParams
-
-    return SamplingParams(**{**sampling, "stop": tuple(sampling.get("stop", ()))})
 
 
 class RemoteSource:

@@ -24,6 +24,12 @@ class ModelConfig:
     served_model_name: tuple[str, ...] = option(
         (), "names that requests may use (default: the model's)", metavar="NAME"
     )
+    generation_config: str = option(
+        "auto", "sampling defaults of requests: the model's own advice, or OpenAI's", choices=("auto", "none")
+    )
+    override_generation_config: str | None = option(
+        None, 'sampling defaults that win over the model\'s, such as {"temperature": 0.2}', metavar="JSON"
+    )
     max_model_len: int | None = option(None, "longest prompt plus output, in tokens (default: the model's)", minimum=1)
     backend: str = option(
         "auto",

@@ -9,9 +9,10 @@ def ready_lines(url: str, model: str, *, has_chat_template: bool, needs_key: boo
     path: str
     body: dict[str, object]
     if has_chat_template:
-        path, body = "chat/completions", {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+        question = {"role": "user", "content": "What is the capital of France?"}
+        path, body = "chat/completions", {"messages": [question], "temperature": 0}
     else:
-        path, body = "completions", {"prompt": "The three primary colours are", "max_tokens": 32}
+        path, body = "completions", {"prompt": "The three primary colours are", "max_tokens": 32, "temperature": 0}
     text = json.dumps({"model": model, **body}).replace("'", "'\\''")
     key = ' -H "Authorization: Bearer $HEADRACE_API_KEY"' if needs_key else ""
     return [

@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from headrace.client.base import EngineClient
 from headrace.client.lifecycle import Lifecycle
+from headrace.config.generation import parse_defaults
 from headrace.config.options import ServeConfig
 from headrace.observability.prometheus import Metrics
 from headrace.processing.inputs import InputProcessor
@@ -52,6 +53,7 @@ def create_app(
         inputs=InputProcessor(tokenizer, config.admission, seed=config.engine.model.seed),
         keys=KeyRing(config.server.api_key, config.server.admin_key),
         metrics=Metrics(served_names[0], client.status, front_end=front_end),
+        sampling_defaults=parse_defaults(config.engine.model.override_generation_config),
     )
     app = FastAPI(
         title="Headrace",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -33,6 +34,7 @@ class ServerContext:
     inputs: InputProcessor
     keys: KeyRing
     metrics: Metrics
+    sampling_defaults: Mapping[str, Any]
     created: int = field(default_factory=lambda: int(time.time()))
 
     def model_name(self, asked: str | None) -> str:

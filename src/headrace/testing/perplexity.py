@@ -48,7 +48,8 @@ def negative_log_likelihoods(backend: Backend, model_path: Path, windows: list[l
 def _score(logits: np.ndarray, targets: list[int]) -> np.ndarray:
     chosen = logits[np.arange(len(targets)), targets].astype(np.float64)
     top = logits.max(axis=1)
-    sums = np.exp(logits - top[:, None]).sum(axis=1, dtype=np.float64)
+    logits -= top[:, None]
+    sums = np.exp(logits, out=logits).sum(axis=1, dtype=np.float64)
     scores: np.ndarray = np.log(sums) + top - chosen
     return scores
 

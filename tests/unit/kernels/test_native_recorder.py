@@ -161,7 +161,7 @@ def run_plainly(build: Callable[[Backend], Any], wanted: list[int]) -> np.ndarra
 @given(front=step_lists, back=step_lists, kind=st.sampled_from([Ops, EightBitOps]))
 @settings(max_examples=150, deadline=None)
 def test_buffers_are_not_handed_on_too_soon(front: list[Step], back: list[Step], kind: type[Ops]) -> None:
-    build, wanted = program(front, back, kind), [4, 0, 6]
+    build, wanted = program(front, back, kind), [4, 0, 6] * 9  # more rows than tokens
     found = run_rows(build, X, NativeBackend(2), wanted)
     assert np.isfinite(found).all()
     assert found.tobytes() == run_plainly(build, wanted).tobytes()
@@ -192,6 +192,13 @@ def test_residual_is_fused() -> None:
     assert [step.kind for step in steps] == ["scale", "linear", "scale"]
     assert steps[1].residual == steps[0].output
     assert steps[2].inputs == (steps[1].output,)
+
+
+def test_one_residual_is_fused() -> None:
+    steps = recorded(lambda ops, x, w: ops.add(ops.scale(x, 2.0), ops.add(ops.scale(x, 3.0), ops.linear(x, w))))
+    assert [step.kind for step in steps] == ["scale", "scale", "linear", "add"]
+    assert steps[2].residual == steps[1].output
+    assert steps[3].inputs == (steps[0].output, steps[2].output)
 
 
 NOT_FUSED: dict[str, Callable[[Any, Any, Any], Any]] = {

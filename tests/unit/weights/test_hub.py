@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import zipfile
@@ -160,7 +161,7 @@ def test_cached_alias_must_be_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert hub.cached_alias_path("smollm2") is None
     os.truncate(path, alias.size_bytes)  # a hole: takes no room on the disk
     assert hub.cached_alias_path("smollm2") == path
-    assert hub.resolve_model("smollm2") == hub.ResolvedModel(path, "smollm2")
+    assert hub.resolve_model("smollm2") == hub.ResolvedModel(path, "smollm2", ALIASES["smollm2"].sampling)
 
 
 def test_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,9 +169,11 @@ def test_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_bytes(b"")
     folder = tmp_path / "owner" / "name.v1"
     folder.mkdir(parents=True)
-    assert hub.resolve_model(str(file)) == hub.ResolvedModel(file, "some.model-Q8_0")
+    advice = {"temperature": 0.6, "eos_token_id": 2}
+    (folder / "generation_config.json").write_text(json.dumps(advice))
+    assert hub.resolve_model(str(file)) == hub.ResolvedModel(file, "some.model-Q8_0", {})
     monkeypatch.chdir(tmp_path)  # a folder that is there wins over a hub id of the same form
-    assert hub.resolve_model("owner/name.v1") == hub.ResolvedModel(folder, "name.v1")
+    assert hub.resolve_model("owner/name.v1") == hub.ResolvedModel(folder, "name.v1", advice)
 
 
 @pytest.mark.parametrize(

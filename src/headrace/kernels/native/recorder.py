@@ -138,6 +138,7 @@ def fuse_residuals(steps: list[Step]) -> list[Step]:
             step.kind == "add"
             and last is not None
             and last.kind == "linear"
+            and last.residual is None
             and step.inputs[1].value == last.output.value
             and step.inputs[1].width == last.output.width
             and readers[last.output.value] == 1

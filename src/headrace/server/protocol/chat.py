@@ -68,12 +68,12 @@ class ChatCompletionRequest(GenerationRequest):
         prompt = "messages" if self.prompt_token_ids is None else "prompt_token_ids"
         return {"prompt": prompt, "max_tokens": limit, "logprobs": "top_logprobs"}
 
-    def params(self) -> SamplingParams:
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true.", param="top_logprobs")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        return self.sampling_params(max_tokens=limit, logprobs=logprobs)
+        return self.sampling_params(defaults, max_tokens=limit, logprobs=logprobs)
 
     def check(self) -> None:
         self.check_common()

@@ -68,8 +68,8 @@ class GenerationRequest(RequestModel):
         None, description="Most tokens to generate, at least 1, cut to what the context leaves."
     )
     min_tokens: int | None = Field(None, description="Tokens before an end-of-sequence or stop token may come.")
-    temperature: float | None = Field(None, description=">= 0; 0 is greedy. Default 1.")
-    top_p: float | None = Field(None, description="In (0, 1]. Default 1.")
+    temperature: float | None = Field(None, description=">= 0; 0 is greedy. Default: the model's, else 1.")
+    top_p: float | None = Field(None, description="In (0, 1]. Default: the model's, else 1.")
     top_k: int | None = Field(None, description="-1 or 0: off; else the k most likely tokens.")
     min_p: float | None = Field(None, description="In [0, 1].")
     presence_penalty: float | None = Field(None, description="In [-2, 2].")
@@ -104,7 +104,7 @@ class GenerationRequest(RequestModel):
     safety_identifier: str | None = Field(None, description="Accepted, without effect.")
     prompt_cache_key: str | None = Field(None, description="Accepted, without effect: prefixes are found by content.")
 
-    def sampling_params(self, **more: Any) -> SamplingParams:
+    def sampling_params(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
         """As the request says it; not validated yet. `more` overrides fields; None stands for the default."""
         fields: dict[str, Any] = {name: getattr(self, name) for name in _SAME_NAME}
         fields["stop"] = _strings(self.stop)
@@ -113,7 +113,8 @@ class GenerationRequest(RequestModel):
         fields["bad_words_token_ids"] = _token_lists(self.bad_words_token_ids)
         fields["logit_bias"] = _bias(self.logit_bias)
         fields.update(more)
-        return SamplingParams(**{name: value for name, value in fields.items() if value is not None})
+        given = {name: value for name, value in fields.items() if value is not None}
+        return SamplingParams(**{**defaults, **given})
 
     def check_common(self) -> None:
         """The fields that are no sampling parameters."""

@@ -36,12 +36,12 @@ class CompletionRequest(GenerationRequest):
     def names(self) -> dict[str, str]:
         return {} if self.prompt_token_ids is None else {"prompt": "prompt_token_ids"}
 
-    def params(self) -> SamplingParams:
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """With echo, logprobs are wanted of the prompt's tokens too."""
         prompt_logprobs = self.prompt_logprobs
         if self.echo and self.logprobs is not None:
             prompt_logprobs = self.logprobs if prompt_logprobs is None else _wider(prompt_logprobs, self.logprobs)
-        return self.sampling_params(logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
+        return self.sampling_params(defaults, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
 
     def check(self) -> None:
         self.check_common()

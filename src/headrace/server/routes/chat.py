@@ -37,7 +37,7 @@ async def create_chat_completion(request: Request) -> Response:
         request,
         Job(
             source=body.source(),
-            params=body.params(),
+            params=body.params(context.sampling_defaults),
             options=options,
             is_stream=bool(body.stream),
             make_reply=make_reply,

@@ -301,6 +301,35 @@ inline void scores16(const typename KV::T* k, int stride, const float* q, int D,
   }
 }
 
+// Columns [column, column + 16 C) of the values, weighted and summed over the positions in their order.
+template <class KV, int R, int C>
+inline void weigh_values(const KVLayer& kv, const float (*weights)[kAttentionSpan + 16], int g, int first, int last,
+                         const int32_t* blocks, int column, float* part) {
+  using T = typename KV::T;
+  const int D = kv.head_dim, P = padded(D), B = kv.block_size, start = first / 16 * 16;
+  F acc[R][C];
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) acc[r][c] = set1(0);
+  for (int p = first; p < last;) {
+    const int stop = last < (p / B + 1) * B ? last : (p / B + 1) * B;  // of this block
+    const T* values = (const T*)kv.v + (((size_t)blocks[p / B] * kv.kv_heads + g) * B + p % B) * P + column;
+    for (; p < stop; p++, values += P)
+      for (int c = 0; c < C; c++) {
+        const F value = KV::read(values + 16 * c);
+        for (int r = 0; r < R; r++) acc[r][c] = fma(value, set1(weights[r][p - start]), acc[r][c]);
+      }
+  }
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) {
+      const int at = column + 16 * c, left = D - at;
+      float* out = part + (size_t)r * part_size(D) + 2 + at;
+      if (left >= 16)
+        store(out, acc[r][c]);
+      else
+        store_part(out, left, acc[r][c]);
+    }
+}
+
 // One span of positions for R query heads that share a KV head. The maximum is the span's own; combine() rescales.
 template <class KV, int R>
 void attend_heads(const KVLayer& kv, const AttentionArgs& args, const float* q, int g, int first, int last,
@@ -347,21 +376,10 @@ void attend_heads(const KVLayer& kv, const AttentionArgs& args, const float* q, 
   if (kv.v_scale)
     for (int p = first; p < last; p++)
       for (int r = 0; r < R; r++) weights[r][p - start] *= kv.v_scale[head(p) * B + p % B];
-  for (int c = 0; c < D; c += 16) {
-    F acc[R];
-    for (int r = 0; r < R; r++) acc[r] = set1(0);
-    for (int p = first; p < last; p++) {
-      const F values = KV::read((const T*)kv.v + (head(p) * B + p % B) * P + c);
-      for (int r = 0; r < R; r++) acc[r] = fma(values, set1(weights[r][p - start]), acc[r]);
-    }
-    for (int r = 0; r < R; r++) {
-      float* values = part + (size_t)r * part_size(D) + 2 + c;
-      if (D - c >= 16)
-        store(values, acc[r]);
-      else
-        store_part(values, D - c, acc[r]);
-    }
-  }
+  int c = 0;
+  for (; c + 16 * kValueVectors <= P; c += 16 * kValueVectors)
+    weigh_values<KV, R, kValueVectors>(kv, weights, g, first, last, blocks, c, part);
+  for (; c < P; c += 16) weigh_values<KV, R, 1>(kv, weights, g, first, last, blocks, c, part);
 }
 
 template <class KV>

@@ -82,6 +82,7 @@ View view(ViewTuple v) { return {std::get<0>(v), std::get<1>(v), std::get<2>(v)}
 class PyProgram {
  public:
   explicit PyProgram(Pool& pool) : program(pool) {}
+  PyProgram(const PyProgram&) = delete;
   Program program;
 
   const float* keep(Array1<float> values) {
@@ -138,11 +139,9 @@ NB_MODULE(_native, m) {
   m.def("best_tokens", [](Pool& pool, Array2<float> logits, nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> ids,
                           nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu> finite) {
     const int rows = (int)logits.shape(0), width = (int)logits.shape(1);
-    std::atomic<int> next{0};
     nb::gil_scoped_release release;
-    pool.run([&](int) {
-      for (int r; (r = next.fetch_add(1)) < rows;)
-        ids.data()[r] = best_kernels()->best(logits.data() + (size_t)r * width, width, finite.data() + r);
+    pool.for_each(rows, [&](int r) {
+      ids.data()[r] = best_kernels()->best(logits.data() + (size_t)r * width, width, finite.data() + r);
     });
   });
   m.def("measure_limits", [](Pool& pool) {

@@ -17,16 +17,7 @@ inline void relax() {
 #endif
 }
 
-// Spins briefly, then lets others run: a member that lost its core to another process must not burn the rest.
-template <class Ready>
-void spin_until(Ready ready) {
-  for (int i = 0; !ready(); i++) {
-    if (i < 2000)
-      relax();
-    else
-      std::this_thread::yield();
-  }
-}
+constexpr int kSpins = 300;  // some ten microseconds: longer than a share takes
 
 void pin_to_core(std::thread& thread, int index) {
 #if defined(__linux__)
@@ -46,6 +37,30 @@ void pin_to_core(std::thread& thread, int index) {
 
 }  // namespace
 
+// The order matters: whoever sees the new number of units also sees that the slot belongs to a new generation.
+void Slot::open(uint32_t generation, int units, int share) {
+  const uint64_t none = (uint64_t)generation << 32;
+  taken_.store(none, std::memory_order_release);
+  done_.store(none, std::memory_order_release);
+  share_.store(share, std::memory_order_release);
+  units_.store(units, std::memory_order_release);
+}
+
+// Spins a little, then lets others run: the member that holds the last share may need this very core. (Sleeping here, for
+// the system to move that member over, was measured and is far worse: each of some 500 slots of a step pays the wake-up.)
+bool Slot::wait(uint32_t generation, int units) const {
+  const uint64_t all = (uint64_t)generation << 32 | (uint32_t)units;
+  for (int i = 0;; i++) {
+    const uint64_t seen = done_.load(std::memory_order_acquire);
+    if (seen == all) return true;
+    if ((uint32_t)(seen >> 32) != generation) return false;
+    if (i < kSpins)
+      relax();
+    else
+      std::this_thread::yield();
+  }
+}
+
 Pool::Pool(int num_threads, bool pin) : size_(num_threads) {
   for (int rank = 1; rank < size_; rank++) {
     threads_.emplace_back([this, rank] { member(rank); });
@@ -62,42 +77,50 @@ Pool::~Pool() {
   for (auto& thread : threads_) thread.join();
 }
 
-void Pool::barrier() {
-  if (size_ == 1) return;
-  const uint32_t phase = phase_.load(std::memory_order_relaxed);
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
-    arrived_.store(0, std::memory_order_relaxed);
-    phase_.store(phase + 1, std::memory_order_release);
-  } else {
-    spin_until([&] { return phase_.load(std::memory_order_acquire) != phase; });
-  }
-}
-
-void Pool::run(const std::function<void(int)>& work) {
-  work_ = &work;
-  run_.fetch_add(1, std::memory_order_seq_cst);
-  if (sleeping_.load(std::memory_order_seq_cst)) {
+void Pool::run(Job& job) {
+  const uint32_t generation = generation_.load() + 1;
+  job.open(generation);
+  job_ = &job;
+  generation_ = generation;
+  if (sleeping_) {
     { std::lock_guard<std::mutex> lock(mutex_); }  // a member between its last look and its sleep is let through first
     wake_.notify_all();
   }
-  work(0);
-  barrier();
+  job.help(0, generation);
+}
+
+void Pool::for_each(int units, const std::function<void(int)>& work) {
+  // A member that is late reads neither: it cannot take a share.
+  loop_.units = units;
+  loop_.work = &work;
+  run(loop_);
+}
+
+void Pool::Loop::help(int, uint32_t generation) {
+  slot_.help(generation, [this](int begin, int end) {
+    for (int unit = begin; unit < end; unit++) (*work)(unit);
+  });
+}
+
+void Pool::settle() {
+  job_ = nullptr;
+  while (inside_.load()) std::this_thread::yield();
 }
 
 void Pool::member(int rank) {
-  for (uint64_t seen = 0;;) {
-    const auto is_next = [&] { return run_.load(std::memory_order_seq_cst) != seen || stopping_.load(); };
-    for (int i = 0; i < 20000 && !is_next(); i++) relax();
-    if (!is_next()) {
+  for (uint32_t seen = 0;;) {
+    for (int i = 0; i < 2000 && !is_next(seen); i++) relax();
+    if (!is_next(seen)) {
       std::unique_lock<std::mutex> lock(mutex_);
-      sleeping_.fetch_add(1, std::memory_order_seq_cst);
-      wake_.wait(lock, is_next);
-      sleeping_.fetch_sub(1, std::memory_order_seq_cst);
+      sleeping_++;
+      wake_.wait(lock, [&] { return is_next(seen); });
+      sleeping_--;
     }
     if (stopping_) return;
-    seen++;
-    (*work_)(rank);
-    barrier();
+    inside_++;
+    seen = generation_;
+    if (Job* job = job_) job->help(rank, seen);
+    inside_--;
   }
 }
 

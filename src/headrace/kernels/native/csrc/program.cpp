@@ -6,8 +6,6 @@
 
 namespace hr {
 
-Program::Program(Pool& pool) : pool_(pool) {}
-
 int Program::add_buffer(int width) {
   buffers_.push_back({width, behind_logit_rows_, {}, nullptr});
   return (int)buffers_.size() - 1;
@@ -32,6 +30,7 @@ void Program::push(Command command) {
   command.wants_logit_rows = behind_logit_rows_;
   if (command.is_row_work) command.num_units = [](const Inputs&, int rows) { return rows; };
   commands_.push_back(std::move(command));
+  slots_.emplace_back();
 }
 
 void Program::embed(const Weight* table, View out) {
@@ -110,7 +109,7 @@ void Program::attention(View q, View k, View v, int layer, AttentionArgs args, V
 
   Command attend;
   attend.is_row_work = false;
-  attend.chunk_divisor = 16;  // spans differ in length, so shares are small
+  attend.shares_per_thread = 16;  // spans differ in length, so shares are small
   attend.num_units = [=](const Inputs&, int) { return (int)spans_[kind].spans.size() * kv_[layer].kv_heads; };
   attend.work = [=](const Inputs& in, int, int, int begin, int end) {
     const KVLayer& kv = kv_[layer];
@@ -204,22 +203,28 @@ void Program::prepare(const Inputs& in, float* logits) {
   }
 }
 
+void Program::open(uint32_t generation) {
+  for (size_t i = 0; i < commands_.size(); i++) {
+    const Command& command = commands_[i];
+    const int units = command.num_units(*inputs_, command.wants_logit_rows ? inputs_->num_logits : inputs_->num_tokens);
+    slots_[i].open(generation, units, std::max(1, units / (pool_.size() * command.shares_per_thread)));
+  }
+}
+
+void Program::help(int rank, uint32_t generation) {
+  for (size_t i = 0; i < commands_.size(); i++) {
+    const Command& command = commands_[i];
+    const bool is_current = slots_[i].help(generation, [&](int begin, int end) {
+      command.work(*inputs_, rank, command.wants_logit_rows ? inputs_->num_logits : inputs_->num_tokens, begin, end);
+    });
+    if (!is_current) return;
+  }
+}
+
 void Program::run(const Inputs& in, float* logits) {
   prepare(in, logits);
-  const int team = pool_.size();
-  std::vector<std::atomic<int>> next(commands_.size());
-  for (auto& n : next) n.store(0, std::memory_order_relaxed);
-  pool_.run([&](int rank) {
-    for (size_t i = 0; i < commands_.size(); i++) {
-      const Command& command = commands_[i];
-      const int num_rows = command.wants_logit_rows ? in.num_logits : in.num_tokens;
-      const int units = command.num_units(in, num_rows);
-      const int chunk = std::max(1, units / (team * command.chunk_divisor));
-      for (int begin; (begin = next[i].fetch_add(chunk, std::memory_order_relaxed)) < units;)
-        command.work(in, rank, num_rows, begin, std::min(units, begin + chunk));
-      pool_.barrier();
-    }
-  });
+  inputs_ = &in;
+  pool_.run(*this);
 }
 
 }  // namespace hr

@@ -26,9 +26,12 @@ struct Segment {  // one part of a stacked weight and where its outputs go
   const float* bias;
 };
 
-class Program {
+class Program : private Job {
  public:
-  explicit Program(Pool& pool);
+  explicit Program(Pool& pool) : pool_(pool) {}
+  ~Program() { pool_.settle(); }
+  Program(const Program&) = delete;
+  Program& operator=(const Program&) = delete;
   int add_buffer(int width);
   void add_kv_layer(KVLayer layer) { kv_.push_back(layer); }
   bool has_kv() const { return !kv_.empty(); }
@@ -61,9 +64,11 @@ class Program {
     std::function<int(const Inputs&, int rows)> num_units;
     bool is_row_work = true;
     bool wants_logit_rows = false;
-    int chunk_divisor = 4;  // units are taken in chunks of about a divisor-th of a thread's share
+    int shares_per_thread = 4;
   };
   void push(Command command);
+  void open(uint32_t generation) override;
+  void help(int rank, uint32_t generation) override;
   Rows rows(View v) { return {buffers_[v.buffer].data + v.offset, buffers_[v.buffer].width}; }
   Quantized quantized(int index);
   void prepare(const Inputs& inputs, float* logits);
@@ -93,6 +98,8 @@ class Program {
   size_t part_floats_per_span_ = 0;  // the most that any layer's attention needs per row and span
   std::vector<KVLayer> kv_;
   std::vector<Command> commands_;
+  std::deque<Slot> slots_;          // one per command
+  const Inputs* inputs_ = nullptr;  // of the step that runs
   // Attention's units: the spans of each row, and where each row's spans begin (one more at the end).
   struct Span {
     int32_t row, first, last;

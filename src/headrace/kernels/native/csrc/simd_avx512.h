@@ -77,6 +77,8 @@ struct Dot8 {
   }
 };
 
+// Vectors of values that attention sums at once, with up to 4 heads each: what the registers hold.
+constexpr int kValueVectors = 4;
 constexpr int kRowBlock = 8;
 
 }  // namespace HR_ISA

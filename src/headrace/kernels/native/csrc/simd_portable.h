@@ -85,6 +85,8 @@ struct Dot8 {
   }
 };
 
+// Vectors of values that attention sums at once, with up to 4 heads each: what the registers hold.
+constexpr int kValueVectors = 1;
 constexpr int kRowBlock = 2;
 
 }  // namespace HR_ISA
