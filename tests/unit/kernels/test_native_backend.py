@@ -127,3 +127,18 @@ def test_unknown_names() -> None:
         native.pack_floats("w2", np.zeros((1, 1), np.float32))
     assert not native.force_instruction_set("altivec")
     assert native.force_instruction_set("")
+
+
+def test_more_threads_than_cores_and_short_lives() -> None:
+    """Members that were asleep or late when a step ended neither disturb the next one nor outlive their program."""
+    expected = run_rows(build, X, NativeBackend(1))
+    for round_ in range(30):
+        backend = NativeBackend(2 + round_ % 5)
+        models = [OpModel(build(backend)) for _ in range(2)]
+        backend.allocate_kv(KVSpec(1, 1, 16), 13, 16)
+        for step in range(20):
+            num_rows = 1 + (7 * step + round_) % 23
+            found = backend.run(models[step // 5 % 2], step_of(num_rows))  # each change of model drops a program
+            assert found.tobytes() == expected[:num_rows].tobytes(), (round_, step)
+            ids, _ = backend.best_tokens(found)
+            np.testing.assert_array_equal(ids, found.argmax(axis=1))

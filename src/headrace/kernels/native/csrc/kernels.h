@@ -36,6 +36,13 @@ struct Weight {
   uint8_t* tile(int t) const { return data.data() + (size_t)t * tile_bytes; }
 };
 
+// Where one k of a group lies in a block.
+struct Place {
+  uint8_t line, shift;  // of 64 bytes; bits to shift each 32-bit lane by (right with 4-bit weights, left with 8-bit ones)
+};
+inline Place place4(int k) { return {(uint8_t)(k % 16 / 4), (uint8_t)(8 * (k % 4) + k / 16 * 4)}; }
+inline Place place8(int k) { return {(uint8_t)(k / 4), (uint8_t)(24 - 8 * (k % 4))}; }
+
 // What the group of a quantised row has beside its 32 numbers. The largest number is kept as a float and its q is 0: few
 // channels of a language model are much larger than the others (LLM.int8, arXiv 2208.07339), and the scale of a group that
 // holds one would leave nothing of its neighbours. docs/log.md has what this is worth.
@@ -44,7 +51,7 @@ struct GroupInfo {
   float top;        // the largest number itself
   float sum;        // of all numbers, as quantised: what a weight's minimum is multiplied with
   int32_t sum_q;    // of q
-  int32_t top_at;   // where the largest stands, 0 to 31
+  Place top_at4, top_at8;  // where the largest stands in a block of either kind
 };
 struct Quantized {
   int8_t* q;        // [rows, groups * 32]
@@ -58,13 +65,14 @@ struct Rows {  // a view of some columns of a buffer
   float* row(int r) const { return data + (size_t)r * stride; }
 };
 
-// One layer's paged KV. Positions of K are contiguous, [num_blocks, kv_heads, padded head_dim, block_size], so that scores of
-// 16 positions are computed side by side; V is [num_blocks, kv_heads, block_size, padded head_dim]. As int8 each position and
-// head has one scale for K and one for V, [num_blocks, kv_heads, block_size].
+// One layer's paged KV. Each head is a plane of its own, so that its blocks, which mostly follow each other, are read as one
+// stream. Positions of K are contiguous, [kv_heads, num_blocks, padded head_dim, block_size], so that scores of 16 positions
+// are computed side by side; V is [kv_heads, num_blocks, block_size, padded head_dim]. As int8 each position and head has one
+// scale for K and one for V, [kv_heads, num_blocks, block_size].
 struct KVLayer {
   void *k, *v;               // fp16, or int8 where there are scales
   float *k_scale, *v_scale;  // nullptr with fp16
-  int kv_heads, head_dim, block_size;
+  int kv_heads, head_dim, num_blocks, block_size;
 };
 
 struct AttentionArgs {

@@ -75,10 +75,12 @@ void quantize(Rows x, int cols, const Quantized& out, int row0, int row1) {
       // zero unless something is infinite or NaN: a broken row must end as NaN, not as plausible numbers
       const float poison = sum_lanes(add(mul(a, set1(0)), mul(b, set1(0))));
       const float largest = max_lanes(max(abs(a), abs(b)));
-      info.top_at = 0;
-      while (info.top_at < kGroup - 1 && std::fabs(v[info.top_at]) != largest) info.top_at++;
-      info.top = v[info.top_at];
-      v[info.top_at] = 0;
+      int top_at = 0;
+      while (top_at < kGroup - 1 && std::fabs(v[top_at]) != largest) top_at++;
+      info.top_at4 = place4(top_at);
+      info.top_at8 = place8(top_at);
+      info.top = v[top_at];
+      v[top_at] = 0;
       a = load(v);
       b = load(v + 16);
       const float rest = max_lanes(max(abs(a), abs(b)));
@@ -128,7 +130,7 @@ inline void tile_w4(const Weight& w, int tile, int row, const Quantized& x, F* a
     for (int m = 0; m < M; m++) {
       const GroupInfo& info = x.info[(size_t)(row + m) * G + g];
       const F part = mul(to_float(Dot4::finish(sums[m])), set1(info.scale));
-      acc[m] = fma(fma(Dot4::column(block->q, info.top_at), set1(info.top), part), scale, acc[m]);
+      acc[m] = fma(fma(Dot4::column(block->q, info.top_at4), set1(info.top), part), scale, acc[m]);
       acc[m] = fma(minimum, set1(info.sum), acc[m]);
     }
   }
@@ -151,7 +153,7 @@ inline void tile_w8(const Weight& w, int tile, int row, const Quantized& x, F* a
     for (int m = 0; m < M; m++) {
       const GroupInfo& info = x.info[(size_t)(row + m) * G + g];
       const F part = mul(to_float(Dot8::finish(sums[m])), set1(info.scale));
-      acc[m] = fma(fma(Dot8::column(block->q, info.top_at), set1(info.top), part), scale, acc[m]);
+      acc[m] = fma(fma(Dot8::column(block->q, info.top_at8), set1(info.top), part), scale, acc[m]);
     }
   }
 }
@@ -265,7 +267,7 @@ void store_kv_as(const KVLayer& kv, Rows k, Rows v, const int64_t* slots, int ro
   const int D = kv.head_dim, P = padded(D), B = kv.block_size;
   for (int r = row0; r < row1; r++)
     for (int g = 0; g < kv.kv_heads; g++) {
-      const size_t head = (size_t)(slots[r] / B) * kv.kv_heads + g, offset = slots[r] % B;
+      const size_t head = (size_t)g * kv.num_blocks + slots[r] / B, offset = slots[r] % B;
       T *to_k = (T*)kv.k + head * P * B + offset, *to_v = (T*)kv.v + (head * B + offset) * P;
       const float *from_k = k.row(r) + (size_t)g * D, *from_v = v.row(r) + (size_t)g * D;
       const float scale_k = KV::choose_scale(from_k, D), scale_v = KV::choose_scale(from_v, D);
@@ -292,14 +294,18 @@ void store_kv(const KVLayer& kv, Rows k, Rows v, const int64_t* slots, int row0,
 }
 
 // Scores of R query heads with 16 positions at a time: positions lie side by side, so no sum over lanes is needed.
+// `ahead` is fetched meanwhile: blocks are small and scattered, so the processor's own prefetching does not see them coming.
 template <class KV, int R>
-inline void scores16(const typename KV::T* k, int stride, const float* q, int D, F* out) {
+inline void scores16(const typename KV::T* k, const typename KV::T* ahead, int stride, const float* q, int D, F* out) {
   for (int r = 0; r < R; r++) out[r] = set1(0);
   for (int d = 0; d < D; d++) {
+    __builtin_prefetch(ahead + (size_t)d * stride);
     const F keys = KV::read(k + (size_t)d * stride);
     for (int r = 0; r < R; r++) out[r] = fma(keys, set1(q[(size_t)r * D + d]), out[r]);
   }
 }
+
+constexpr int kAhead = 64;  // positions that memory is asked for in advance
 
 // Columns [column, column + 16 C) of the values, weighted and summed over the positions in their order.
 template <class KV, int R, int C>
@@ -312,9 +318,14 @@ inline void weigh_values(const KVLayer& kv, const float (*weights)[kAttentionSpa
     for (int c = 0; c < C; c++) acc[r][c] = set1(0);
   for (int p = first; p < last;) {
     const int stop = last < (p / B + 1) * B ? last : (p / B + 1) * B;  // of this block
-    const T* values = (const T*)kv.v + (((size_t)blocks[p / B] * kv.kv_heads + g) * B + p % B) * P + column;
-    for (; p < stop; p++, values += P)
+    const int soon = p + kAhead < last ? p + kAhead : p;
+    const auto at = [&](int i) {
+      return (const T*)kv.v + (((size_t)g * kv.num_blocks + blocks[i / B]) * B + i % B) * P + column;
+    };
+    const T *values = at(p), *ahead = at(soon);
+    for (; p < stop; p++, values += P, ahead += P)
       for (int c = 0; c < C; c++) {
+        __builtin_prefetch(ahead + 16 * c);
         const F value = KV::read(values + 16 * c);
         for (int r = 0; r < R; r++) acc[r][c] = fma(value, set1(weights[r][p - start]), acc[r][c]);
       }
@@ -337,14 +348,15 @@ void attend_heads(const KVLayer& kv, const AttentionArgs& args, const float* q, 
   using T = typename KV::T;
   const int D = kv.head_dim, P = padded(D), B = kv.block_size;
   const int start = first / 16 * 16, count = (last + 15) / 16 * 16 - start;
-  const auto head = [&](int p) { return (size_t)blocks[p / B] * kv.kv_heads + g; };
+  const auto head = [&](int p) { return (size_t)g * kv.num_blocks + blocks[p / B]; };
   float weights[R][kAttentionSpan + 16];
   F top[R];
   for (int r = 0; r < R; r++) top[r] = set1(-INFINITY);
   for (int i = 0; i < count; i += 16) {
     const int p = start + i;
     F scores[R];
-    scores16<KV, R>((const T*)kv.k + head(p) * P * B + p % B, B, q, D, scores);
+    const int soon = p + kAhead < last ? p + kAhead : p;
+    scores16<KV, R>((const T*)kv.k + head(p) * P * B + p % B, (const T*)kv.k + head(soon) * P * B + soon % B, B, q, D, scores);
     F scale = set1(args.scale);
     if (kv.k_scale) scale = mul(scale, load(kv.k_scale + head(p) * B + p % B));
     for (int r = 0; r < R; r++) {

@@ -24,7 +24,7 @@ double best_seconds(Pool& pool, Work work) {
 Limits measure_limits(Pool& pool) {
   constexpr size_t kShare = 128u << 20;  // per thread: beyond the caches that a core has to itself
   constexpr int kSteps = 2000000;
-  Memory memory(kShare * pool.size());
+  Memory memory(kShare * pool.size(), true);
   std::fill(memory.data(), memory.data() + memory.bytes(), (uint8_t)1);
   const Kernels& kernels = *best_kernels();
   std::vector<float> sink(pool.size() * 16);

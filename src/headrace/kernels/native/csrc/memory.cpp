@@ -10,7 +10,7 @@ namespace hr {
 
 #if defined(__SANITIZE_ADDRESS__)
 // From the heap and not a byte more, so that the sanitizer sees who reads past the end.
-Memory::Memory(size_t bytes) : bytes_(bytes) {
+Memory::Memory(size_t bytes, bool) : bytes_(bytes) {
   void* data = nullptr;
   if (posix_memalign(&data, 64, bytes)) throw std::bad_alloc();
   data_ = (uint8_t*)std::memset(data, 0, bytes);
@@ -18,7 +18,7 @@ Memory::Memory(size_t bytes) : bytes_(bytes) {
 
 Memory::~Memory() { std::free(data_); }
 #else
-Memory::Memory(size_t bytes) {
+Memory::Memory(size_t bytes, bool wants_huge_pages) {
   constexpr size_t kHugePage = 2u << 20;
   bytes_ = bytes ? (bytes + kHugePage - 1) / kHugePage * kHugePage : kHugePage;
   void* data = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -27,7 +27,9 @@ Memory::Memory(size_t bytes) {
     throw std::bad_alloc();
   }
 #if defined(MADV_HUGEPAGE)
-  madvise(data, bytes_, MADV_HUGEPAGE);
+  if (wants_huge_pages) madvise(data, bytes_, MADV_HUGEPAGE);
+#else
+  (void)wants_huge_pages;
 #endif
   data_ = (uint8_t*)data;
 }

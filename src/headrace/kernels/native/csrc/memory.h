@@ -1,5 +1,4 @@
-// Large memory for weights and KV: mapped, zero, lazily backed, and advised to use huge pages, since both are read from end to
-// end in every step and small pages cost TLB misses.
+// Large memory for weights and KV: mapped, zero, and backed only where it is touched.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -10,7 +9,8 @@ namespace hr {
 class Memory {
  public:
   Memory() = default;
-  explicit Memory(size_t bytes);
+  // Huge pages save address translation where all of it is read in every step, and waste memory where little is used.
+  Memory(size_t bytes, bool wants_huge_pages);
   Memory(Memory&& other) noexcept : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
   Memory& operator=(Memory&& other) noexcept {
     std::swap(data_, other.data_);

@@ -29,22 +29,22 @@ using ViewTuple = std::tuple<int, int, int>;
 class KVMemory {
  public:
   KVMemory(int layers, int kv_heads, int head_dim, int num_blocks, int block_size, bool int8)
-      : kv_heads_(kv_heads), head_dim_(head_dim), block_size_(block_size), layers_(layers), int8_(int8) {
+      : kv_heads_(kv_heads), head_dim_(head_dim), num_blocks_(num_blocks), block_size_(block_size), layers_(layers), int8_(int8) {
     if (block_size % 16) throw std::invalid_argument("block_size must be a multiple of 16");
     positions_ = (size_t)num_blocks * kv_heads * block_size;
     half_ = positions_ * ((head_dim + 15) / 16 * 16) * (int8 ? 1 : 2);
-    memory_ = Memory(layers * (2 * half_ + (int8 ? 2 * positions_ * sizeof(float) : 0)));
+    memory_ = Memory(layers * (2 * half_ + (int8 ? 2 * positions_ * sizeof(float) : 0)), false);
   }
   KVLayer layer(int i) const {
     uint8_t* k = memory_.data() + (size_t)i * 2 * half_;
     float* scales = (float*)(memory_.data() + (size_t)layers_ * 2 * half_) + (size_t)i * 2 * positions_;
-    return {k, k + half_, int8_ ? scales : nullptr, int8_ ? scales + positions_ : nullptr, kv_heads_, head_dim_, block_size_};
+    return {k, k + half_, int8_ ? scales : nullptr, int8_ ? scales + positions_ : nullptr, kv_heads_, head_dim_, num_blocks_, block_size_};
   }
   int layers() const { return layers_; }
   size_t bytes() const { return memory_.bytes(); }
 
  private:
-  int kv_heads_, head_dim_, block_size_, layers_;
+  int kv_heads_, head_dim_, num_blocks_, block_size_, layers_;
   bool int8_;
   size_t positions_, half_;
   Memory memory_;

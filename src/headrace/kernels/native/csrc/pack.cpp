@@ -22,7 +22,7 @@ Weight allocate(WeightKind kind, int rows, int cols) {
     case WeightKind::bf16: w.tile_bytes = 2u * kTile * cols; break;
     case WeightKind::f32: w.tile_bytes = 4u * kTile * cols; break;
   }
-  w.data = Memory((size_t)w.tiles * w.tile_bytes);
+  w.data = Memory((size_t)w.tiles * w.tile_bytes, true);
   return w;
 }
 

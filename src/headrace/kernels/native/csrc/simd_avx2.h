@@ -3,6 +3,8 @@
 #include <immintrin.h>
 
 #include <cstdint>
+
+#include "kernels.h"
 #include <cstring>
 
 namespace HR_ISA {
@@ -89,9 +91,9 @@ struct Dot4 {
     return {_mm256_madd_epi16(a.lo, one), _mm256_madd_epi16(a.hi, one)};
   }
   // The weights of 16 outputs for one k of the group.
-  static F column(const uint8_t (*lines)[64], int k) {
-    const __m128i shift = _mm_cvtsi32_si128(8 * (k % 4) + k / 16 * 4);
-    const __m256i *line = (const __m256i*)lines[k % 16 / 4], mask = _mm256_set1_epi32(15);
+  static F column(const uint8_t (*lines)[64], hr::Place at) {
+    const __m128i shift = _mm_cvtsi32_si128(at.shift);
+    const __m256i *line = (const __m256i*)lines[at.line], mask = _mm256_set1_epi32(15);
     return to_float({_mm256_and_si256(_mm256_srl_epi32(_mm256_loadu_si256(line), shift), mask),
                      _mm256_and_si256(_mm256_srl_epi32(_mm256_loadu_si256(line + 1), shift), mask)});
   }
@@ -114,9 +116,9 @@ struct Dot8 {
     return {half(a.lo, w.lo, v), half(a.hi, w.hi, v)};
   }
   static I finish(A a) { return a; }
-  static F column(const int8_t (*lines)[64], int k) {
-    const __m128i shift = _mm_cvtsi32_si128(24 - 8 * (k % 4));
-    const __m256i* line = (const __m256i*)lines[k / 4];
+  static F column(const int8_t (*lines)[64], hr::Place at) {
+    const __m128i shift = _mm_cvtsi32_si128(at.shift);
+    const __m256i* line = (const __m256i*)lines[at.line];
     return to_float({_mm256_srai_epi32(_mm256_sll_epi32(_mm256_loadu_si256(line), shift), 24),
                      _mm256_srai_epi32(_mm256_sll_epi32(_mm256_loadu_si256(line + 1), shift), 24)});
   }

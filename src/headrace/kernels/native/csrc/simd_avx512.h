@@ -3,6 +3,8 @@
 #include <immintrin.h>
 
 #include <cstdint>
+
+#include "kernels.h"
 #include <cstring>
 
 namespace HR_ISA {
@@ -56,9 +58,8 @@ struct Dot4 {
   static A step(A a, W w, const int8_t* x) { return _mm512_dpbusd_epi32(a, w, _mm512_set1_epi32(load32(x))); }
   static I finish(A a) { return a; }
   // The weights of 16 outputs for one k of the group.
-  static F column(const uint8_t (*lines)[64], int k) {
-    const __m128i shift = _mm_cvtsi32_si128(8 * (k % 4) + k / 16 * 4);
-    const I w = _mm512_srl_epi32(_mm512_loadu_si512(lines[k % 16 / 4]), shift);
+  static F column(const uint8_t (*lines)[64], hr::Place at) {
+    const I w = _mm512_srl_epi32(_mm512_loadu_si512(lines[at.line]), _mm_cvtsi32_si128(at.shift));
     return _mm512_cvtepi32_ps(_mm512_and_si512(w, _mm512_set1_epi32(15)));
   }
 };
@@ -71,8 +72,8 @@ struct Dot8 {
   static W unpack(const int8_t* p) { return _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8((char)0x80)); }
   static A step(A a, W w, const int8_t* x) { return _mm512_dpbusd_epi32(a, w, _mm512_set1_epi32(load32(x))); }
   static I finish(A a) { return a; }
-  static F column(const int8_t (*lines)[64], int k) {
-    const I w = _mm512_sll_epi32(_mm512_loadu_si512(lines[k / 4]), _mm_cvtsi32_si128(24 - 8 * (k % 4)));
+  static F column(const int8_t (*lines)[64], hr::Place at) {
+    const I w = _mm512_sll_epi32(_mm512_loadu_si512(lines[at.line]), _mm_cvtsi32_si128(at.shift));
     return _mm512_cvtepi32_ps(_mm512_srai_epi32(w, 24));
   }
 };

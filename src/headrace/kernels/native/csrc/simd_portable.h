@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "half.h"
+#include "kernels.h"
 
 namespace HR_ISA {
 
@@ -65,8 +66,8 @@ struct Dot4 {
   }
   static A step(A a, const W& w, const int8_t* x) { return dot(a, w, x); }
   static I finish(A a) { return a; }
-  static F column(const uint8_t (*lines)[64], int k) {
-    return map([&](int i) { return (float)(lines[k % 16 / 4][4 * i + k % 4] >> k / 16 * 4 & 15); });
+  static F column(const uint8_t (*lines)[64], hr::Place at) {
+    return map([&](int i) { return (float)(lines[at.line][4 * i + at.shift / 8] >> at.shift % 8 & 15); });
   }
 };
 struct Dot8 {
@@ -80,8 +81,8 @@ struct Dot8 {
   }
   static A step(A a, const W& w, const int8_t* x) { return dot(a, w, x); }
   static I finish(A a) { return a; }
-  static F column(const int8_t (*lines)[64], int k) {
-    return map([&](int i) { return (float)lines[k / 4][4 * i + k % 4]; });
+  static F column(const int8_t (*lines)[64], hr::Place at) {
+    return map([&](int i) { return (float)lines[at.line][4 * i + 3 - at.shift / 8]; });
   }
 };
 
