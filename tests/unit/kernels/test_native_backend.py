@@ -100,9 +100,9 @@ def test_arrays_of_another_layout_are_taken() -> None:
 def test_wrong_number_of_bytes(kind: TensorKind) -> None:
     tensor = random_tensor(kind, (3, 256), np.random.default_rng(0))
     with pytest.raises(ValueError, match="bytes"):
-        native.pack_blocks(kind.label, tensor.data[:-1], 3, 256)
+        native.pack_blocks(native.Arena(), kind.label, tensor.data[:-1], 3, 256)
     with pytest.raises(ValueError, match="bytes"):
-        native.pack_blocks(kind.label, tensor.data, 4, 256)
+        native.pack_blocks(native.Arena(), kind.label, tensor.data, 4, 256)
 
 
 def test_bytes_of_a_file_need_not_be_aligned() -> None:
@@ -122,9 +122,9 @@ def test_bytes_of_a_file_need_not_be_aligned() -> None:
 
 def test_unknown_names() -> None:
     with pytest.raises(ValueError, match="Q3_K"):
-        native.pack_blocks("Q3_K", np.zeros(4, np.uint8), 1, 1)
+        native.pack_blocks(native.Arena(), "Q3_K", np.zeros(4, np.uint8), 1, 1)
     with pytest.raises(ValueError, match="w2"):
-        native.pack_floats("w2", np.zeros((1, 1), np.float32))
+        native.pack_floats(native.Arena(), "w2", np.zeros((1, 1), np.float32))
     assert not native.force_instruction_set("altivec")
     assert native.force_instruction_set("")
 

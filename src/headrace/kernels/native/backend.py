@@ -52,6 +52,7 @@ class NativeBackend:
         self._has_int8_kv = has_int8_kv
         self.num_threads = num_threads or len(os.sched_getaffinity(0))
         self._quantization = quantization
+        self._arena = _native.Arena()
         self._pool = _native.Pool(self.num_threads, False)
         self._kv: Any = None
         self._program: Any = None
@@ -72,10 +73,10 @@ class NativeBackend:
         kind = tensor.kind.label
         is_float = kind in FLOAT_KINDS
         if is_float and self._quantization is not None:
-            return _native.pack_floats(self._quantization, tensor.dequantize())
+            return _native.pack_floats(self._arena, self._quantization, tensor.dequantize())
         if kind in AS_THEY_ARE:
-            return _native.pack_blocks(kind, tensor.data, rows, cols)
-        return _native.pack_floats("f32" if is_float else "w8", tensor.dequantize())
+            return _native.pack_blocks(self._arena, kind, tensor.data, rows, cols)
+        return _native.pack_floats(self._arena, "f32" if is_float else "w8", tensor.dequantize())
 
     def kv_bytes_per_token(self, spec: KVSpec) -> int:
         padded_dim = -(-spec.head_dim // 16) * 16

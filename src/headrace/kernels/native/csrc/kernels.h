@@ -4,6 +4,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "memory.h"
@@ -32,31 +33,34 @@ struct Weight {
   int rows, cols;
   int tiles, groups;  // ceil(rows / 16), ceil(cols / 32)
   size_t tile_bytes;  // of one tile, all groups
-  Memory data;
-  uint8_t* tile(int t) const { return data.data() + (size_t)t * tile_bytes; }
+  std::shared_ptr<Memory> memory;  // holds the data, perhaps beside that of other weights
+  uint8_t* data;
+  uint8_t* tile(int t) const { return data + (size_t)t * tile_bytes; }
 };
 
-// Where one k of a group lies in a block.
-struct Place {
-  uint8_t line, shift;  // of 64 bytes; bits to shift each 32-bit lane by (right with 4-bit weights, left with 8-bit ones)
-};
-inline Place place4(int k) { return {(uint8_t)(k % 16 / 4), (uint8_t)(8 * (k % 4) + k / 16 * 4)}; }
-inline Place place8(int k) { return {(uint8_t)(k / 4), (uint8_t)(24 - 8 * (k % 4))}; }
+constexpr int kRowBlock = 8;  // rows that are quantised side by side
 
-// What the group of a quantised row has beside its 32 numbers. The largest number is kept as a float and its q is 0: few
-// channels of a language model are much larger than the others (LLM.int8, arXiv 2208.07339), and the scale of a group that
-// holds one would leave nothing of its neighbours. docs/log.md has what this is worth.
-struct GroupInfo {
-  float scale;      // of the other numbers
-  float top;        // the largest number itself
-  float sum;        // of all numbers, as quantised: what a weight's minimum is multiplied with
-  int32_t sum_q;    // of q
-  Place top_at4, top_at8;  // where the largest stands in a block of either kind
+// One group of up to eight rows, in 8 bits. Side by side, so that a kernel finds all it needs of its rows at fixed places.
+//
+// The largest number of a row's group is kept as a float and its q is 0: few channels of a language model are much larger
+// than the others (LLM.int8, arXiv 2208.07339), and the scale of a group that holds one would leave nothing of its
+// neighbours. docs/log.md has what this is worth.
+struct QuantizedGroup {
+  int8_t q[kRowBlock][kGroup];
+  float scale[kRowBlock];       // of the other numbers
+  float top[kRowBlock];         // the largest number itself
+  float sum[kRowBlock];         // of all numbers, as quantised: what a weight's minimum is multiplied with
+  int32_t sum_q[kRowBlock];     // of q
+  // Where the weights of the largest number lie in a block: the line of 64 bytes, and the bits to shift each 32-bit lane by
+  // (right with 4-bit weights, left with 8-bit ones).
+  int32_t line4[kRowBlock], shift4[kRowBlock];
+  int32_t line8[kRowBlock], shift8[kRowBlock];
 };
+
 struct Quantized {
-  int8_t* q;        // [rows, groups * 32]
-  GroupInfo* info;  // [rows, groups]
-  int groups;
+  QuantizedGroup* groups;  // [ceil(rows / 8), num_groups]
+  int num_groups;
+  QuantizedGroup* at(int row) const { return groups + (size_t)(row / kRowBlock) * num_groups; }
 };
 
 struct Rows {  // a view of some columns of a buffer

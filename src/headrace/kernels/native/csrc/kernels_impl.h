@@ -64,35 +64,41 @@ inline F tanh(F x) {  // 1 - 2 / (e^2x + 1)
 constexpr float kTiny = 1e-36f;
 
 void quantize(Rows x, int cols, const Quantized& out, int row0, int row1) {
-  for (int r = row0; r < row1; r++)
-    for (int g = 0; g < out.groups; g++) {
-      const int at = g * kGroup, left = cols - at < kGroup ? cols - at : kGroup;
-      const size_t i = (size_t)r * out.groups + g;
-      GroupInfo& info = out.info[i];
+  for (int r = row0; r < row1; r++) {
+    QuantizedGroup* group = out.at(r);
+    const int m = r % kRowBlock;
+    for (int at = 0; at < cols; at += kGroup, group++) {
+      const int left = cols - at < kGroup ? cols - at : kGroup;
       float v[kGroup] = {};
       std::memcpy(v, x.row(r) + at, sizeof(float) * left);
       F a = load(v), b = load(v + 16);
       // zero unless something is infinite or NaN: a broken row must end as NaN, not as plausible numbers
       const float poison = sum_lanes(add(mul(a, set1(0)), mul(b, set1(0))));
       const float largest = max_lanes(max(abs(a), abs(b)));
-      int top_at = 0;
-      while (top_at < kGroup - 1 && std::fabs(v[top_at]) != largest) top_at++;
-      info.top_at4 = place4(top_at);
-      info.top_at8 = place8(top_at);
-      info.top = v[top_at];
-      v[top_at] = 0;
+      int k = 0;
+      while (k < kGroup - 1 && std::fabs(v[k]) != largest) k++;
+      const float top = v[k];
+      v[k] = 0;
       a = load(v);
       b = load(v + 16);
       const float rest = max_lanes(max(abs(a), abs(b)));
       const F inverse = set1(rest > kTiny && poison == 0 ? 127.0f / rest : 0.0f);
-      int8_t* q = out.q + i * kGroup;
+      int8_t* q = group->q[m];
       store_i8(q, round(mul(a, inverse)));
       store_i8(q + 16, round(mul(b, inverse)));
-      info.scale = rest / 127.0f + poison;
-      info.sum_q = 0;
-      for (int j = 0; j < kGroup; j++) info.sum_q += q[j];
-      info.sum = info.scale * (float)info.sum_q + info.top;
+      int32_t sum_q = 0;
+      for (int j = 0; j < kGroup; j++) sum_q += q[j];
+      const float scale = rest / 127.0f + poison;
+      group->scale[m] = scale;
+      group->top[m] = top;
+      group->sum[m] = scale * (float)sum_q + top;
+      group->sum_q[m] = sum_q;
+      group->line4[m] = k % 16 / 4;
+      group->shift4[m] = 8 * (k % 4) + k / 16 * 4;
+      group->line8[m] = k / 4;
+      group->shift8[m] = 24 - 8 * (k % 4);
     }
+  }
 }
 
 inline void finish_tile(F acc, int row, int tile, int rows, Rows y, const float* bias, const Rows* residual) {
@@ -111,49 +117,52 @@ inline void finish_tile(F acc, int row, int tile, int rows, Rows y, const float*
 
 template <int M>
 inline void tile_w4(const Weight& w, int tile, int row, const Quantized& x, F* acc) {
-  const int G = w.groups;
   const Block4* block = (const Block4*)w.tile(tile);
+  const QuantizedGroup* group = x.at(row);
+  const int first = row % kRowBlock;
   for (int m = 0; m < M; m++) acc[m] = set1(0);
-  for (int g = 0; g < G; g++, block++) {
+  for (int g = 0; g < w.groups; g++, block++, group++) {
     typename Dot4::A sums[M];
     for (int m = 0; m < M; m++) sums[m] = Dot4::zero(0);
-    const int8_t* q = x.q + ((size_t)row * G + g) * kGroup;
+    const int8_t* q = group->q[first];
     for (int line = 0; line < 4; line++) {
       typename Dot4::W low, high;
       Dot4::unpack(block->q[line], low, high);
       for (int m = 0; m < M; m++) {
-        sums[m] = Dot4::step(sums[m], low, q + (size_t)m * G * kGroup + 4 * line);
-        sums[m] = Dot4::step(sums[m], high, q + (size_t)m * G * kGroup + 16 + 4 * line);
+        sums[m] = Dot4::step(sums[m], low, q + m * kGroup + 4 * line);
+        sums[m] = Dot4::step(sums[m], high, q + m * kGroup + 16 + 4 * line);
       }
     }
     const F scale = load_f16(block->scale), minimum = load_f16(block->min);
     for (int m = 0; m < M; m++) {
-      const GroupInfo& info = x.info[(size_t)(row + m) * G + g];
-      const F part = mul(to_float(Dot4::finish(sums[m])), set1(info.scale));
-      acc[m] = fma(fma(Dot4::column(block->q, info.top_at4), set1(info.top), part), scale, acc[m]);
-      acc[m] = fma(minimum, set1(info.sum), acc[m]);
+      const int i = first + m;
+      F part = mul(to_float(Dot4::finish(sums[m])), set1(group->scale[i]));
+      part = fma(Dot4::column(block->q[group->line4[i]], group->shift4[i]), set1(group->top[i]), part);
+      acc[m] = fma(minimum, set1(group->sum[i]), fma(part, scale, acc[m]));
     }
   }
 }
 
 template <int M>
 inline void tile_w8(const Weight& w, int tile, int row, const Quantized& x, F* acc) {
-  const int G = w.groups;
   const Block8* block = (const Block8*)w.tile(tile);
+  const QuantizedGroup* group = x.at(row);
+  const int first = row % kRowBlock;
   for (int m = 0; m < M; m++) acc[m] = set1(0);
-  for (int g = 0; g < G; g++, block++) {
+  for (int g = 0; g < w.groups; g++, block++, group++) {
     typename Dot8::A sums[M];
-    for (int m = 0; m < M; m++) sums[m] = Dot8::zero(x.info[(size_t)(row + m) * G + g].sum_q);
-    const int8_t* q = x.q + ((size_t)row * G + g) * kGroup;
+    for (int m = 0; m < M; m++) sums[m] = Dot8::zero(group->sum_q[first + m]);
+    const int8_t* q = group->q[first];
     for (int line = 0; line < 8; line++) {
       const typename Dot8::W weights = Dot8::unpack(block->q[line]);
-      for (int m = 0; m < M; m++) sums[m] = Dot8::step(sums[m], weights, q + (size_t)m * G * kGroup + 4 * line);
+      for (int m = 0; m < M; m++) sums[m] = Dot8::step(sums[m], weights, q + m * kGroup + 4 * line);
     }
     const F scale = load_f16(block->scale);
     for (int m = 0; m < M; m++) {
-      const GroupInfo& info = x.info[(size_t)(row + m) * G + g];
-      const F part = mul(to_float(Dot8::finish(sums[m])), set1(info.scale));
-      acc[m] = fma(fma(Dot8::column(block->q, info.top_at8), set1(info.top), part), scale, acc[m]);
+      const int i = first + m;
+      F part = mul(to_float(Dot8::finish(sums[m])), set1(group->scale[i]));
+      part = fma(Dot8::column(block->q[group->line8[i]], group->shift8[i]), set1(group->top[i]), part);
+      acc[m] = fma(part, scale, acc[m]);
     }
   }
 }
@@ -190,11 +199,16 @@ inline void rows_of_tile(const Weight& w, int tile, int row, const Quantized* xq
   for (int m = 0; m < M; m++) finish_tile(acc[m], row + m, tile, w.rows, y, bias, residual);
 }
 
+// Rows come in blocks of eight from a multiple of eight on (kernels.h); an instruction set takes as many of them at once as
+// its registers hold.
 void linear(const Weight& w, int tile0, int tile1, int row0, int row1, const Quantized* xq, Rows x, Rows y,
             const float* bias, const Rows* residual) {
   for (int tile = tile0; tile < tile1; tile++) {
     int row = row0;
-    for (; row + kRowBlock <= row1; row += kRowBlock) rows_of_tile<kRowBlock>(w, tile, row, xq, x, y, bias, residual);
+    for (; row + kRowsAtOnce <= row1; row += kRowsAtOnce)
+      rows_of_tile<kRowsAtOnce>(w, tile, row, xq, x, y, bias, residual);
+    if constexpr (kRowsAtOnce > 4)
+      for (; row + 4 <= row1; row += 4) rows_of_tile<4>(w, tile, row, xq, x, y, bias, residual);
     for (; row + 2 <= row1; row += 2) rows_of_tile<2>(w, tile, row, xq, x, y, bias, residual);
     if (row < row1) rows_of_tile<1>(w, tile, row, xq, x, y, bias, residual);
   }

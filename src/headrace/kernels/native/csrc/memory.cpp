@@ -39,4 +39,20 @@ Memory::~Memory() {
 }
 #endif
 
+std::shared_ptr<Memory> Arena::take(size_t bytes, uint8_t** data) {
+#if defined(__SANITIZE_ADDRESS__)
+  constexpr size_t kPiece = 0;  // each in a memory of its own, with guards around it
+#else
+  constexpr size_t kPiece = 16u << 20;
+#endif
+  bytes = (bytes + 63) / 64 * 64;
+  if (!current_ || used_ + bytes > current_->bytes()) {
+    current_ = std::make_shared<Memory>(bytes > kPiece ? bytes : kPiece, true);
+    used_ = 0;
+  }
+  *data = current_->data() + used_;
+  used_ += bytes;
+  return current_;
+}
+
 }  // namespace hr

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <utility>
 
 namespace hr {
@@ -24,6 +25,16 @@ class Memory {
  private:
   uint8_t* data_ = nullptr;
   size_t bytes_ = 0;
+};
+
+// Hands out pieces of large memory, so that many small weights share huge pages. A piece lives as long as somebody holds it.
+class Arena {
+ public:
+  std::shared_ptr<Memory> take(size_t bytes, uint8_t** data);
+
+ private:
+  std::shared_ptr<Memory> current_;
+  size_t used_ = 0;
 };
 
 }  // namespace hr

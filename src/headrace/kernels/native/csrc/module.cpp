@@ -50,29 +50,29 @@ class KVMemory {
   Memory memory_;
 };
 
-Weight pack_blocks(const std::string& kind, Array1<uint8_t> data, int rows, int cols) {
+Weight pack_blocks(Arena& arena, const std::string& kind, Array1<uint8_t> data, int rows, int cols) {
   const size_t groups = (size_t)rows * (cols / kGroup), supers = (size_t)rows * (cols / 256);
   const auto expect = [&](size_t bytes) {
     if (data.size() != bytes) throw std::invalid_argument("wrong number of bytes for " + kind);
   };
   nb::gil_scoped_release release;
-  if (kind == "Q4_0") return expect(groups * 18), pack_q4_0(data.data(), rows, cols);
-  if (kind == "Q4_1") return expect(groups * 20), pack_q4_1(data.data(), rows, cols);
-  if (kind == "Q8_0") return expect(groups * 34), pack_q8_0(data.data(), rows, cols);
-  if (kind == "Q4_K") return expect(supers * 144), pack_q4_k(data.data(), rows, cols);
+  if (kind == "Q4_0") return expect(groups * 18), pack_q4_0(arena, data.data(), rows, cols);
+  if (kind == "Q4_1") return expect(groups * 20), pack_q4_1(arena, data.data(), rows, cols);
+  if (kind == "Q8_0") return expect(groups * 34), pack_q8_0(arena, data.data(), rows, cols);
+  if (kind == "Q4_K") return expect(supers * 144), pack_q4_k(arena, data.data(), rows, cols);
   if (kind == "F16" || kind == "BF16") {
     expect((size_t)rows * cols * 2);
-    return pack_half(data.data(), rows, cols, kind == "F16" ? WeightKind::f16 : WeightKind::bf16);
+    return pack_half(arena, data.data(), rows, cols, kind == "F16" ? WeightKind::f16 : WeightKind::bf16);
   }
   throw std::invalid_argument("no packing for " + kind);
 }
 
-Weight pack_floats(const std::string& kind, Array2<float> values) {
+Weight pack_floats(Arena& arena, const std::string& kind, Array2<float> values) {
   const int rows = (int)values.shape(0), cols = (int)values.shape(1);
   nb::gil_scoped_release release;
-  if (kind == "w8") return pack_w8(values.data(), rows, cols);
-  if (kind == "w4") return pack_w4(values.data(), rows, cols);
-  if (kind == "f32") return pack_f32(values.data(), rows, cols);
+  if (kind == "w8") return pack_w8(arena, values.data(), rows, cols);
+  if (kind == "w4") return pack_w4(arena, values.data(), rows, cols);
+  if (kind == "f32") return pack_f32(arena, values.data(), rows, cols);
   throw std::invalid_argument("no packing for " + kind);
 }
 
@@ -128,6 +128,7 @@ NB_MODULE(_native, m) {
       .def_ro("cols", &Weight::cols)
       .def_prop_ro("is_quantized", [](const Weight& w) { return w.kind == WeightKind::w4 || w.kind == WeightKind::w8; })
       .def_prop_ro("num_bytes", [](const Weight& w) { return (size_t)w.tiles * w.tile_bytes; });
+  nb::class_<Arena>(m, "Arena").def(nb::init<>());
   nb::class_<Pool>(m, "Pool").def(nb::init<int, bool>()).def_prop_ro("size", &Pool::size);
   nb::class_<KVMemory>(m, "KVMemory").def(nb::init<int, int, int, int, int, bool>()).def_prop_ro("num_bytes", &KVMemory::bytes);
   nb::enum_<Activation>(m, "Activation")

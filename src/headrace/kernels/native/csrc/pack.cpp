@@ -8,7 +8,7 @@
 namespace hr {
 namespace {
 
-Weight allocate(WeightKind kind, int rows, int cols) {
+Weight allocate(Arena& arena, WeightKind kind, int rows, int cols) {
   Weight w;
   w.kind = kind;
   w.rows = rows;
@@ -22,7 +22,7 @@ Weight allocate(WeightKind kind, int rows, int cols) {
     case WeightKind::bf16: w.tile_bytes = 2u * kTile * cols; break;
     case WeightKind::f32: w.tile_bytes = 4u * kTile * cols; break;
   }
-  w.data = Memory((size_t)w.tiles * w.tile_bytes, true);
+  w.memory = arena.take((size_t)w.tiles * w.tile_bytes, &w.data);
   return w;
 }
 
@@ -32,8 +32,8 @@ struct Values4 {  // one group of one row
 };
 
 template <class Read>
-Weight fill4(int rows, int cols, Read read) {
-  Weight w = allocate(WeightKind::w4, rows, cols);
+Weight fill4(Arena& arena, int rows, int cols, Read read) {
+  Weight w = allocate(arena, WeightKind::w4, rows, cols);
   for (int r = 0; r < rows; r++) {
     auto* tile = (Block4*)w.tile(r / kTile);
     const int lane = r % kTile;
@@ -48,8 +48,8 @@ Weight fill4(int rows, int cols, Read read) {
 }
 
 template <class Read>
-Weight fill8(int rows, int cols, Read read) {  // read(row, group, int8 out[32]) returns the scale as fp16
-  Weight w = allocate(WeightKind::w8, rows, cols);
+Weight fill8(Arena& arena, int rows, int cols, Read read) {  // read(row, group, int8 out[32]) returns the scale as fp16
+  Weight w = allocate(arena, WeightKind::w8, rows, cols);
   int8_t q[kGroup];
   for (int r = 0; r < rows; r++) {
     auto* tile = (Block8*)w.tile(r / kTile);
@@ -63,8 +63,8 @@ Weight fill8(int rows, int cols, Read read) {  // read(row, group, int8 out[32])
 }
 
 template <class T>  // the bytes come from a file and need not be aligned
-Weight fill_plain(const void* values, int rows, int cols, WeightKind kind) {
-  Weight w = allocate(kind, rows, cols);
+Weight fill_plain(Arena& arena, const void* values, int rows, int cols, WeightKind kind) {
+  Weight w = allocate(arena, kind, rows, cols);
   for (int r = 0; r < rows; r++) {
     T* tile = (T*)w.tile(r / kTile);
     for (int k = 0; k < cols; k++)
@@ -103,8 +103,8 @@ float poison(const float* x) {
 
 }  // namespace
 
-Weight pack_q4_0(const uint8_t* blocks, int rows, int cols) {
-  return fill4(rows, cols, [=](int r, int g) {
+Weight pack_q4_0(Arena& arena, const uint8_t* blocks, int rows, int cols) {
+  return fill4(arena, rows, cols, [=](int r, int g) {
     const uint8_t* b = blocks + ((size_t)r * (cols / kGroup) + g) * 18;
     Values4 v;
     nibbles(b + 2, v.q);
@@ -114,8 +114,8 @@ Weight pack_q4_0(const uint8_t* blocks, int rows, int cols) {
   });
 }
 
-Weight pack_q4_1(const uint8_t* blocks, int rows, int cols) {
-  return fill4(rows, cols, [=](int r, int g) {
+Weight pack_q4_1(Arena& arena, const uint8_t* blocks, int rows, int cols) {
+  return fill4(arena, rows, cols, [=](int r, int g) {
     const uint8_t* b = blocks + ((size_t)r * (cols / kGroup) + g) * 20;
     Values4 v;
     nibbles(b + 4, v.q);
@@ -127,8 +127,8 @@ Weight pack_q4_1(const uint8_t* blocks, int rows, int cols) {
 
 // Super-blocks of 256: fp16 d and dmin, 6-bit scales and minimums of 8 groups in 12 bytes, then nibbles, 64 weights per
 // 32 bytes (llama.cpp's block_q4_K).
-Weight pack_q4_k(const uint8_t* blocks, int rows, int cols) {
-  return fill4(rows, cols, [=](int r, int g) {
+Weight pack_q4_k(Arena& arena, const uint8_t* blocks, int rows, int cols) {
+  return fill4(arena, rows, cols, [=](int r, int g) {
     const uint8_t* b = blocks + ((size_t)r * (cols / 256) + g / 8) * 144;
     const uint8_t* packed = b + 4;
     const int j = g % 8;
@@ -149,8 +149,8 @@ Weight pack_q4_k(const uint8_t* blocks, int rows, int cols) {
   });
 }
 
-Weight pack_q8_0(const uint8_t* blocks, int rows, int cols) {
-  return fill8(rows, cols, [=](int r, int g, int8_t* q) {
+Weight pack_q8_0(Arena& arena, const uint8_t* blocks, int rows, int cols) {
+  return fill8(arena, rows, cols, [=](int r, int g, int8_t* q) {
     const uint8_t* b = blocks + ((size_t)r * (cols / kGroup) + g) * 34;
     std::memcpy(q, b + 2, kGroup);
     // -128 would overflow the signed product of the AVX2 kernel; encoders never write it, a hostile file may
@@ -160,8 +160,8 @@ Weight pack_q8_0(const uint8_t* blocks, int rows, int cols) {
   });
 }
 
-Weight pack_w8(const float* values, int rows, int cols) {
-  return fill8(rows, cols, [=](int r, int g, int8_t* q) {
+Weight pack_w8(Arena& arena, const float* values, int rows, int cols) {
+  return fill8(arena, rows, cols, [=](int r, int g, int8_t* q) {
     float x[kGroup], top = 0;
     take_group(values, cols, r, g, x);
     for (float a : x) top = std::fmax(top, std::fabs(a));
@@ -172,8 +172,8 @@ Weight pack_w8(const float* values, int rows, int cols) {
   });
 }
 
-Weight pack_w4(const float* values, int rows, int cols) {
-  return fill4(rows, cols, [=](int r, int g) {
+Weight pack_w4(Arena& arena, const float* values, int rows, int cols) {
+  return fill4(arena, rows, cols, [=](int r, int g) {
     float x[kGroup];
     take_group(values, cols, r, g, x);
     float low = x[0], high = x[0];
@@ -190,10 +190,10 @@ Weight pack_w4(const float* values, int rows, int cols) {
   });
 }
 
-Weight pack_f32(const float* values, int rows, int cols) { return fill_plain<float>(values, rows, cols, WeightKind::f32); }
+Weight pack_f32(Arena& arena, const float* values, int rows, int cols) { return fill_plain<float>(arena, values, rows, cols, WeightKind::f32); }
 
-Weight pack_half(const uint8_t* values, int rows, int cols, WeightKind kind) {
-  return fill_plain<uint16_t>(values, rows, cols, kind);
+Weight pack_half(Arena& arena, const uint8_t* values, int rows, int cols, WeightKind kind) {
+  return fill_plain<uint16_t>(arena, values, rows, cols, kind);
 }
 
 }  // namespace hr

@@ -4,13 +4,13 @@
 
 namespace hr {
 
-Weight pack_q4_0(const uint8_t* blocks, int rows, int cols);
-Weight pack_q4_1(const uint8_t* blocks, int rows, int cols);
-Weight pack_q4_k(const uint8_t* blocks, int rows, int cols);
-Weight pack_q8_0(const uint8_t* blocks, int rows, int cols);
-Weight pack_w8(const float* values, int rows, int cols);  // symmetric per group of 32
-Weight pack_w4(const float* values, int rows, int cols);  // with a minimum per group of 32
-Weight pack_f32(const float* values, int rows, int cols);
-Weight pack_half(const uint8_t* values, int rows, int cols, WeightKind kind);  // f16 or bf16, bits as they are
+Weight pack_q4_0(Arena& arena, const uint8_t* blocks, int rows, int cols);
+Weight pack_q4_1(Arena& arena, const uint8_t* blocks, int rows, int cols);
+Weight pack_q4_k(Arena& arena, const uint8_t* blocks, int rows, int cols);
+Weight pack_q8_0(Arena& arena, const uint8_t* blocks, int rows, int cols);
+Weight pack_w8(Arena& arena, const float* values, int rows, int cols);  // symmetric per group of 32
+Weight pack_w4(Arena& arena, const float* values, int rows, int cols);  // with a minimum per group of 32
+Weight pack_f32(Arena& arena, const float* values, int rows, int cols);
+Weight pack_half(Arena& arena, const uint8_t* values, int rows, int cols, WeightKind kind);  // f16 or bf16, bits as they are
 
 }  // namespace hr

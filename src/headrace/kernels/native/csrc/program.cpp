@@ -12,13 +12,13 @@ int Program::add_buffer(int width) {
 }
 
 int Program::add_quantized(int cols) {
-  quantized_.push_back({(cols + kGroup - 1) / kGroup, behind_logit_rows_, {}, {}});
+  quantized_.push_back({(cols + kGroup - 1) / kGroup, behind_logit_rows_, {}});
   return (int)quantized_.size() - 1;
 }
 
 Quantized Program::quantized(int index) {
   auto& b = quantized_[index];
-  return {b.q.data(), b.info.data(), b.groups};
+  return {b.memory.data(), b.groups};
 }
 
 int Program::add_rope_table(std::vector<float> inv_freq, float attention_scale) {
@@ -165,10 +165,9 @@ void Program::prepare(const Inputs& in, float* logits) {
     b.data = is_output ? logits : b.memory.data();
   }
   for (auto& b : quantized_) {
-    const size_t need = (size_t)(b.behind_logit_rows ? in.num_logits : in.num_tokens) * b.groups;
-    if (b.info.size() >= need) continue;
-    b.q.assign(need * kGroup, 0);
-    b.info.assign(need, {});
+    const int rows = b.behind_logit_rows ? in.num_logits : in.num_tokens;
+    const size_t need = (size_t)((rows + kRowBlock - 1) / kRowBlock) * b.groups;
+    if (b.memory.size() < need) b.memory.assign(need, {});
   }
   sequence_of_.resize(in.num_tokens);
   for (int s = 0; s < in.num_sequences; s++)

@@ -84,8 +84,7 @@ class Program : private Job {
   struct QuantizedBuffer {
     int groups;
     bool behind_logit_rows;
-    std::vector<int8_t> q;
-    std::vector<GroupInfo> info;
+    std::vector<QuantizedGroup> memory;
   };
   std::deque<QuantizedBuffer> quantized_;
   struct RopeTable {

@@ -91,11 +91,10 @@ struct Dot4 {
     return {_mm256_madd_epi16(a.lo, one), _mm256_madd_epi16(a.hi, one)};
   }
   // The weights of 16 outputs for one k of the group.
-  static F column(const uint8_t (*lines)[64], hr::Place at) {
-    const __m128i shift = _mm_cvtsi32_si128(at.shift);
-    const __m256i *line = (const __m256i*)lines[at.line], mask = _mm256_set1_epi32(15);
-    return to_float({_mm256_and_si256(_mm256_srl_epi32(_mm256_loadu_si256(line), shift), mask),
-                     _mm256_and_si256(_mm256_srl_epi32(_mm256_loadu_si256(line + 1), shift), mask)});
+  static F column(const uint8_t* line, int32_t bits) {
+    const __m256i shift = _mm256_set1_epi32(bits), mask = _mm256_set1_epi32(15), *half = (const __m256i*)line;
+    return to_float({_mm256_and_si256(_mm256_srlv_epi32(_mm256_loadu_si256(half), shift), mask),
+                     _mm256_and_si256(_mm256_srlv_epi32(_mm256_loadu_si256(half + 1), shift), mask)});
   }
 };
 
@@ -116,16 +115,15 @@ struct Dot8 {
     return {half(a.lo, w.lo, v), half(a.hi, w.hi, v)};
   }
   static I finish(A a) { return a; }
-  static F column(const int8_t (*lines)[64], hr::Place at) {
-    const __m128i shift = _mm_cvtsi32_si128(at.shift);
-    const __m256i* line = (const __m256i*)lines[at.line];
-    return to_float({_mm256_srai_epi32(_mm256_sll_epi32(_mm256_loadu_si256(line), shift), 24),
-                     _mm256_srai_epi32(_mm256_sll_epi32(_mm256_loadu_si256(line + 1), shift), 24)});
+  static F column(const int8_t* line, int32_t bits) {
+    const __m256i shift = _mm256_set1_epi32(bits), *half = (const __m256i*)line;
+    return to_float({_mm256_srai_epi32(_mm256_sllv_epi32(_mm256_loadu_si256(half), shift), 24),
+                     _mm256_srai_epi32(_mm256_sllv_epi32(_mm256_loadu_si256(half + 1), shift), 24)});
   }
 };
 
 // Vectors of values that attention sums at once, with up to 4 heads each: what the registers hold.
 constexpr int kValueVectors = 1;
-constexpr int kRowBlock = 4;
+constexpr int kRowsAtOnce = 4;
 
 }  // namespace HR_ISA

@@ -58,8 +58,8 @@ struct Dot4 {
   static A step(A a, W w, const int8_t* x) { return _mm512_dpbusd_epi32(a, w, _mm512_set1_epi32(load32(x))); }
   static I finish(A a) { return a; }
   // The weights of 16 outputs for one k of the group.
-  static F column(const uint8_t (*lines)[64], hr::Place at) {
-    const I w = _mm512_srl_epi32(_mm512_loadu_si512(lines[at.line]), _mm_cvtsi32_si128(at.shift));
+  static F column(const uint8_t* line, int32_t shift) {
+    const I w = _mm512_srlv_epi32(_mm512_loadu_si512(line), _mm512_set1_epi32(shift));
     return _mm512_cvtepi32_ps(_mm512_and_si512(w, _mm512_set1_epi32(15)));
   }
 };
@@ -72,14 +72,14 @@ struct Dot8 {
   static W unpack(const int8_t* p) { return _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8((char)0x80)); }
   static A step(A a, W w, const int8_t* x) { return _mm512_dpbusd_epi32(a, w, _mm512_set1_epi32(load32(x))); }
   static I finish(A a) { return a; }
-  static F column(const int8_t (*lines)[64], hr::Place at) {
-    const I w = _mm512_sll_epi32(_mm512_loadu_si512(lines[at.line]), _mm_cvtsi32_si128(at.shift));
+  static F column(const int8_t* line, int32_t shift) {
+    const I w = _mm512_sllv_epi32(_mm512_loadu_si512(line), _mm512_set1_epi32(shift));
     return _mm512_cvtepi32_ps(_mm512_srai_epi32(w, 24));
   }
 };
 
 // Vectors of values that attention sums at once, with up to 4 heads each: what the registers hold.
 constexpr int kValueVectors = 4;
-constexpr int kRowBlock = 8;
+constexpr int kRowsAtOnce = 8;
 
 }  // namespace HR_ISA

@@ -66,8 +66,8 @@ struct Dot4 {
   }
   static A step(A a, const W& w, const int8_t* x) { return dot(a, w, x); }
   static I finish(A a) { return a; }
-  static F column(const uint8_t (*lines)[64], hr::Place at) {
-    return map([&](int i) { return (float)(lines[at.line][4 * i + at.shift / 8] >> at.shift % 8 & 15); });
+  static F column(const uint8_t* line, int32_t shift) {
+    return map([&](int i) { return (float)(line[4 * i + shift / 8] >> shift % 8 & 15); });
   }
 };
 struct Dot8 {
@@ -81,13 +81,13 @@ struct Dot8 {
   }
   static A step(A a, const W& w, const int8_t* x) { return dot(a, w, x); }
   static I finish(A a) { return a; }
-  static F column(const int8_t (*lines)[64], hr::Place at) {
-    return map([&](int i) { return (float)lines[at.line][4 * i + 3 - at.shift / 8]; });
+  static F column(const int8_t* line, int32_t shift) {
+    return map([&](int i) { return (float)line[4 * i + 3 - shift / 8]; });
   }
 };
 
 // Vectors of values that attention sums at once, with up to 4 heads each: what the registers hold.
 constexpr int kValueVectors = 1;
-constexpr int kRowBlock = 2;
+constexpr int kRowsAtOnce = 2;
 
 }  // namespace HR_ISA
