@@ -277,7 +277,7 @@ def _raise_failure(delta: TextDelta) -> None:
 
 async def _open_client(config: EngineConfig, resolved: ResolvedModel) -> EngineClient:
     def create_core() -> EngineCore:
-        executor = create_executor(config.model, resolved.path, mock=False)
+        executor = create_executor(config.model, resolved.path)
         return EngineCore(executor, config.cache, config.scheduler, config.model.max_model_len)
 
     client = InprocClient(create_core, _ADMISSION)

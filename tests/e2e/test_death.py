@@ -17,6 +17,7 @@ from headrace.testing.stream_reader import begin_streams
 
 ENGINE = "headrace.engine.process"
 FRONT_END = "headrace.server.process"
+MOCK = ("--mock-engine", "--mock-step-delay", "0.002", "--drain-timeout", "1")
 LONG = 30_000  # tokens: the mock engine takes seconds for several of these
 KEY = "secret-key-of-a-user"
 
@@ -43,7 +44,7 @@ def family(server: RunningServer) -> list[psutil.Process]:
 
 
 def test_a_killed_engine_ends_every_stream_and_the_server() -> None:
-    with RunningServer(["--mock-engine", "--api-servers", "2", "--port", free_port()]) as server:
+    with RunningServer([*MOCK, "--api-servers", "2", "--port", free_port()]) as server:
         children = family(server)
         streams = begin_streams(server.url, 6, max_tokens=LONG)
         killed_s = time.monotonic()
@@ -61,7 +62,7 @@ def test_a_killed_engine_ends_every_stream_and_the_server() -> None:
 
 
 def test_a_killed_engine_takes_even_a_front_end_that_hangs_with_it() -> None:
-    with RunningServer(["--mock-engine"]) as server:
+    with RunningServer([*MOCK]) as server:
         children = family(server)
         os.kill(server.children(FRONT_END)[0].pid, signal.SIGSTOP)
         os.kill(server.children(ENGINE)[0].pid, signal.SIGKILL)
@@ -70,7 +71,7 @@ def test_a_killed_engine_takes_even_a_front_end_that_hangs_with_it() -> None:
 
 
 def test_a_killed_front_end_is_restarted_and_keys_stay_secret() -> None:
-    with RunningServer(["--mock-engine", "--api-key", KEY]) as server:
+    with RunningServer([*MOCK, "--api-key", KEY]) as server:
         streams = begin_streams(server.url, 4, max_tokens=LONG, api_key=KEY)
         (front_end,) = server.children(FRONT_END)
         front_end.kill()
@@ -86,7 +87,7 @@ def test_a_killed_front_end_is_restarted_and_keys_stay_secret() -> None:
 
 
 def test_a_stopped_engine_makes_readyz_503_until_it_goes_on_and_children_follow_a_killed_supervisor() -> None:
-    options = ["--mock-engine", "--heartbeat-timeout", "1.5", "--api-servers", "2", "--port", free_port()]
+    options = [*MOCK, "--heartbeat-timeout", "1.5", "--api-servers", "2", "--port", free_port()]
     with RunningServer(options) as server:
         children = family(server)
         assert len(children) == 3
@@ -104,12 +105,12 @@ def test_a_stopped_engine_makes_readyz_503_until_it_goes_on_and_children_follow_
 
 
 def serve(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "headrace", "serve", "--mock-engine", *args]
+    command = [sys.executable, "-m", "headrace", "serve", *MOCK, *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
 
 
 def test_what_cannot_start_says_so_in_one_line() -> None:
-    with RunningServer(["--mock-engine"]) as server:
+    with RunningServer([*MOCK]) as server:
         used = serve("--port", server.url.rsplit(":", 1)[1])
     assert used.returncode == 1
     assert "the port is in use" in used.stderr

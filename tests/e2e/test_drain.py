@@ -14,14 +14,15 @@ import pytest
 from headrace.testing.server import RunningServer
 from headrace.testing.stream_reader import begin_streams
 
+MOCK = ("--mock-engine", "--mock-step-delay", "0.002")
 LONG = 30_000
 
 
 def test_sigterm_finishes_what_runs_and_refuses_what_comes() -> None:
-    with RunningServer(["--mock-engine"]) as server:
+    with RunningServer([*MOCK]) as server:
         idle = httpx.Client(base_url=server.url)
         assert idle.get("/readyz").status_code == 200
-        streams = begin_streams(server.url, 8, max_tokens=2500)
+        streams = begin_streams(server.url, 8, max_tokens=1000)
         server.process.send_signal(signal.SIGTERM)
         until = time.monotonic() + 2
         while (ready := idle.get("/readyz")).status_code != 503:
@@ -35,12 +36,12 @@ def test_sigterm_finishes_what_runs_and_refuses_what_comes() -> None:
         for stream in streams:
             assert stream.has_ended.wait(20.0)
             assert (stream.finish_reason, stream.error, stream.is_done) == ("length", None, True)
-            assert stream.text == ("abc" * 834)[:2500]
+            assert stream.text == ("abc" * 334)[:1000]
         assert server.wait(10.0) == 0
 
 
 def test_after_the_drain_timeout_the_rest_ends_with_an_error() -> None:
-    with RunningServer(["--mock-engine", "--drain-timeout", "0.3"]) as server:
+    with RunningServer([*MOCK, "--drain-timeout", "0.3"]) as server:
         streams = begin_streams(server.url, 8, max_tokens=LONG)
         server.process.send_signal(signal.SIGTERM)
         for stream in streams:
@@ -51,7 +52,7 @@ def test_after_the_drain_timeout_the_rest_ends_with_an_error() -> None:
 
 
 def test_a_second_signal_forces() -> None:
-    with RunningServer(["--mock-engine"]) as server:
+    with RunningServer([*MOCK]) as server:
         children = psutil.Process(server.process.pid).children(recursive=True)
         begin_streams(server.url, 8, max_tokens=LONG)
         server.process.send_signal(signal.SIGTERM)
@@ -65,7 +66,7 @@ def test_a_second_signal_forces() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_loading_ends_the_server(number: signal.Signals) -> None:
-    command = [sys.executable, "-m", "headrace", "serve", "--mock-engine", "--port", "0"]
+    command = [sys.executable, "-m", "headrace", "serve", *MOCK, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         until = time.monotonic() + 10
         while not (children := psutil.Process(process.pid).children()):

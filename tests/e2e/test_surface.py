@@ -70,7 +70,7 @@ class Surface:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Surface]:
-    with RunningServer(["--mock-engine", "--max-body-bytes", "3000000"]) as running:
+    with RunningServer(["--mock-engine", "--mock-step-delay", "0.002", "--max-body-bytes", "3000000"]) as running:
         surface = Surface(running)
         yield surface
         surface.http.close()

@@ -112,6 +112,7 @@ class ServerConfig:
     )
     startup_timeout: float = option(600.0, "seconds that the engine may take to load", above=0)
     mock_engine: bool = option(False, "EchoModel in place of a model: for tests of the front end")
+    mock_step_delay: float = option(0.0, "seconds that a step of the mock engine takes", minimum=0, maximum=60)
     log_level: str = option("info", "least severe log line", choices=("debug", "info", "warning", "error"))
     cors_origin: tuple[str, ...] = option((), "origin that browsers may call from; repeatable", metavar="ORIGIN")
 

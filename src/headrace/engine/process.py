@@ -18,7 +18,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.endpoint import EngineEndpoint
 from headrace.engine.loop import EngineLoop
 from headrace.errors import StartupError
-from headrace.executor import Executor, create_executor
+from headrace.executor import Executor, create_executor, create_mock_executor
 from headrace.kernels import describe
 from headrace.observability.logs import configure_logging
 from headrace.transport.board import EngineState, StatusBoard
@@ -54,9 +54,12 @@ def main(argv: list[str]) -> int:
 
 
 def build_core(launch: Launch) -> tuple[Executor, EngineCore]:
-    config = launch.config.engine
-    model_path = Path(launch.model_path) if launch.model_path is not None else None
-    executor = create_executor(config.model, model_path, launch.config.server.mock_engine)
+    config, server = launch.config.engine, launch.config.server
+    if launch.model_path is None:
+        assert server.mock_engine, "only the mock engine runs without a model"
+        executor = create_mock_executor(config.model, server.mock_step_delay)
+    else:
+        executor = create_executor(config.model, Path(launch.model_path))
     return executor, EngineCore(executor, config.cache, config.scheduler, config.model.max_model_len)
 
 

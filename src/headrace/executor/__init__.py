@@ -5,24 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace.config.options import ModelConfig
-from headrace.errors import ConfigError
 from headrace.executor.base import Executor, ModelInfo
 
-__all__ = ["Executor", "ModelInfo", "create_executor"]
+__all__ = ["Executor", "ModelInfo", "create_executor", "create_mock_executor"]
 
 
-def create_executor(model: ModelConfig, model_path: Path | None, mock: bool) -> Executor:
-    """The executor of one engine. Blocks while weights load; the mock loads neither model nor kernels.
-
-    `model_path` is where the model named in `model` lies; the mock does without.
-    """
-    name = model.served_model_name[0] if model.served_model_name else None
-    if mock:
-        from headrace.testing.echo import EchoExecutor
-
-        return EchoExecutor(name=name or "echo")
-    if model_path is None:
-        raise ConfigError(f"no model file for {model.model!r}; only --mock-engine runs without one")
+def create_executor(model: ModelConfig, model_path: Path) -> Executor:
+    """The executor of one engine, for the model that lies at `model_path`. Blocks while weights load."""
     from headrace.executor.uniproc import UniprocExecutor
     from headrace.kernels import create_backend
 
@@ -32,4 +21,15 @@ def create_executor(model: ModelConfig, model_path: Path | None, mock: bool) -> 
         kv_cache_dtype=model.kv_cache_dtype,
         quantization=model.quantization,
     )
-    return UniprocExecutor(model_path, backend, name)
+    return UniprocExecutor(model_path, backend, _name(model))
+
+
+def create_mock_executor(model: ModelConfig, step_delay_s: float = 0.0) -> Executor:
+    """The mock engine's: it loads neither model nor kernels, and a step takes about as long as it is told."""
+    from headrace.testing.echo import EchoExecutor
+
+    return EchoExecutor(name=_name(model) or "echo", step_delay_s=step_delay_s)
+
+
+def _name(model: ModelConfig) -> str | None:
+    return model.served_model_name[0] if model.served_model_name else None

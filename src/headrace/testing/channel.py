@@ -62,7 +62,8 @@ async def open_rig(
     """A ready client; closes everything at the end."""
     gate = threading.Event()
     gate.set()
-    executor = EchoExecutor(max_model_len=60_000, gate=gate, fail_at_step=fail_at_step)
+    # Steps take a little, so that a long request is still running when a test gets at it.
+    executor = EchoExecutor(max_model_len=60_000, gate=gate, fail_at_step=fail_at_step, step_delay_s=0.0005)
     core = EngineCore(executor, CacheConfig(num_kv_blocks=num_blocks), SchedulerConfig(max_num_seqs=64))
     admission = admission or AdmissionConfig()
     async with contextlib.AsyncExitStack() as stack:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.config.options import ModelConfig
-from headrace.errors import ConfigError
-from headrace.executor import create_executor
+from headrace.executor import create_executor, create_mock_executor
 from headrace.testing.echo import EchoExecutor
 from headrace.transport.plan import NewSequence, StepPlan
 from headrace.types import SamplingParams
@@ -124,14 +123,12 @@ def _timed(executor: EchoExecutor, step: StepPlan) -> float:
 
 
 def test_factory() -> None:
-    mock = create_executor(ModelConfig(served_model_name=("mine",)), None, True)
+    mock = create_mock_executor(ModelConfig(served_model_name=("mine",)))
     assert (mock.info.backend, mock.info.name) == ("echo", "mine")
-    with pytest.raises(ConfigError, match="mock-engine"):
-        create_executor(ModelConfig(), None, False)
 
 
 def test_factory_loads_a_model(tiny_model: Path) -> None:
-    executor = create_executor(ModelConfig(backend="reference-exact"), tiny_model, False)
+    executor = create_executor(ModelConfig(backend="reference-exact"), tiny_model)
     info = executor.info
     assert info.vocab_size >= 260
     assert info.kv_bytes_per_token > 0
