@@ -68,27 +68,22 @@ void quantize(Rows x, int cols, const Quantized& out, int row0, int row1) {
     QuantizedGroup* group = out.at(r);
     const int m = r % kRowBlock;
     for (int at = 0; at < cols; at += kGroup, group++) {
-      const int left = cols - at < kGroup ? cols - at : kGroup;
-      float v[kGroup] = {};
-      std::memcpy(v, x.row(r) + at, sizeof(float) * left);
-      F a = load(v), b = load(v + 16);
-      // zero unless something is infinite or NaN: a broken row must end as NaN, not as plausible numbers
-      const float poison = sum_lanes(add(mul(a, set1(0)), mul(b, set1(0))));
-      const float largest = max_lanes(max(abs(a), abs(b)));
-      int k = 0;
-      while (k < kGroup - 1 && std::fabs(v[k]) != largest) k++;
-      const float top = v[k];
-      v[k] = 0;
-      a = load(v);
-      b = load(v + 16);
-      const float rest = max_lanes(max(abs(a), abs(b)));
-      const F inverse = set1(rest > kTiny && poison == 0 ? 127.0f / rest : 0.0f);
-      int8_t* q = group->q[m];
-      store_i8(q, round(mul(a, inverse)));
-      store_i8(q + 16, round(mul(b, inverse)));
-      int32_t sum_q = 0;
-      for (int j = 0; j < kGroup; j++) sum_q += q[j];
-      const float scale = rest / 127.0f + poison;
+      const float* p = x.row(r) + at;
+      const int left = cols - at;
+      F a = left >= 16 ? load(p) : load_part(p, left, 0);
+      F b = left >= 32 ? load(p + 16) : load_part(p + 16, left > 16 ? left - 16 : 0, 0);
+      const F size_a = abs(a), size_b = abs(b);
+      const int k = first_of(size_a, size_b, max_of(size_a, size_b));
+      const float top = k < left ? p[k] : 0.0f;
+      a = without_lane(a, k);
+      b = without_lane(b, k - 16);
+      const float rest = max_of(abs(a), abs(b));
+      // A broken row must end as NaN, not as plausible numbers.
+      const bool is_sound = are_finite(a, b) && are_finite(set1(top), set1(top));
+      const F inverse = set1(is_sound && rest > kTiny ? 127.0f / rest : 0.0f);
+      const int32_t sum_q =
+          is_sound ? store_sum_i8(group->q[m], round(mul(a, inverse)), round(mul(b, inverse))) : 0;
+      const float scale = is_sound ? rest / 127.0f : NAN;
       group->scale[m] = scale;
       group->top[m] = top;
       group->sum[m] = scale * (float)sum_q + top;

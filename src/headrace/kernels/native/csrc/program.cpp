@@ -26,9 +26,26 @@ int Program::add_rope_table(std::vector<float> inv_freq, float attention_scale) 
   return (int)rope_tables_.size() - 1;
 }
 
+// Commands that work row by row, one after the other, become one: whoever takes a row does all of them, so that the row stays
+// in that core's cache and nobody waits in between.
 void Program::push(Command command) {
   command.wants_logit_rows = behind_logit_rows_;
-  if (command.is_row_work) command.num_units = [](const Inputs&, int rows) { return rows; };
+  if (command.is_row_work) {
+    command.num_units = [](const Inputs&, int rows) { return rows; };
+    if (!commands_.empty()) {
+      Command& last = commands_.back();
+      if (last.is_row_work && last.wants_logit_rows == command.wants_logit_rows) {
+        last.work = [first = std::move(last.work), second = std::move(command.work)](const Inputs& in, int rank, int rows,
+                                                                                     int begin, int end) {
+          for (int r = begin; r < end; r++) {
+            first(in, rank, rows, r, r + 1);
+            second(in, rank, rows, r, r + 1);
+          }
+        };
+        return;
+      }
+    }
+  }
   commands_.push_back(std::move(command));
   slots_.emplace_back();
 }
@@ -63,6 +80,7 @@ void Program::linear(View x, int index, std::vector<Segment> segments, View resi
   for (auto& s : segments) tiles += s.weight->tiles;
   Command command;
   command.is_row_work = false;
+  command.shares_per_thread = 8;
   command.num_units = [tiles](const Inputs&, int rows) { return tiles * ((rows + kRowChunk - 1) / kRowChunk); };
   command.work = [=](const Inputs&, int, int num_rows, int begin, int end) {
     const Quantized q = index >= 0 ? quantized(index) : Quantized{};

@@ -69,6 +69,42 @@ inline __m256 half_exp2i(__m256 n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
 }
 inline F exp2i(F n) { return {half_exp2i(n.lo), half_exp2i(n.hi)}; }
+// Of 32 numbers in two vectors: the largest, the first that equals `value`, whether all are finite.
+inline float max_of(F a, F b) {
+  const __m256 m = _mm256_max_ps(_mm256_max_ps(a.lo, a.hi), _mm256_max_ps(b.lo, b.hi));
+  __m128 h = _mm_max_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1));
+  h = _mm_max_ps(h, _mm_movehl_ps(h, h));
+  return _mm_cvtss_f32(_mm_max_ss(h, _mm_shuffle_ps(h, h, 1)));
+}
+inline uint32_t equal_mask(__m256 a, __m256 v) { return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(a, v, _CMP_EQ_OQ)); }
+inline int first_of(F a, F b, float value) {
+  const __m256 v = _mm256_set1_ps(value);
+  const uint32_t equal =
+      equal_mask(a.lo, v) | equal_mask(a.hi, v) << 8 | equal_mask(b.lo, v) << 16 | equal_mask(b.hi, v) << 24;
+  return equal ? __builtin_ctz(equal) : 31;
+}
+inline bool are_finite(F a, F b) {
+  const __m256 zero = _mm256_setzero_ps();
+  const __m256 sum = _mm256_add_ps(_mm256_add_ps(_mm256_mul_ps(a.lo, zero), _mm256_mul_ps(a.hi, zero)),
+                                   _mm256_add_ps(_mm256_mul_ps(b.lo, zero), _mm256_mul_ps(b.hi, zero)));
+  return _mm256_movemask_ps(_mm256_cmp_ps(sum, sum, _CMP_UNORD_Q)) == 0;
+}
+inline F without_lane(F a, int lane) {
+  const __m256i at = _mm256_set1_epi32(lane), low = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i high = _mm256_add_epi32(low, _mm256_set1_epi32(8));
+  return {_mm256_andnot_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(low, at)), a.lo),
+          _mm256_andnot_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(high, at)), a.hi)};
+}
+// Stores 32 integral numbers as bytes and returns their sum.
+inline int32_t store_sum_i8(int8_t* p, F a, F b) {
+  store_i8(p, a);
+  store_i8(p + 16, b);
+  const __m256i bytes = _mm256_loadu_si256((const __m256i*)p), one = _mm256_set1_epi16(1);
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes), sums = _mm256_madd_epi16(pairs, one);
+  __m128i h = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+  h = _mm_add_epi32(h, _mm_shuffle_epi32(h, 0x4E));
+  return _mm_cvtsi128_si32(_mm_add_epi32(h, _mm_shuffle_epi32(h, 0xB1)));
+}
 inline F to_float(I a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 
 // Unsigned 4-bit weights: 15 * 127 * 2 per pair and 8 pairs stay below 32,768, so a whole group fits 16-bit sums.

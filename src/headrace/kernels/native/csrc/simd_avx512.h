@@ -43,6 +43,25 @@ inline void store_i8(int8_t* p, F a) { _mm_storeu_si128((__m128i*)p, _mm512_cvts
 inline F exp2i(F n) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
 }
+// Of 32 numbers in two vectors: the largest, the first that equals `value`, whether all are finite.
+inline float max_of(F a, F b) { return _mm512_reduce_max_ps(_mm512_max_ps(a, b)); }
+inline int first_of(F a, F b, float value) {
+  const F v = _mm512_set1_ps(value);
+  const uint32_t equal = _mm512_cmpeq_ps_mask(a, v) | (uint32_t)_mm512_cmpeq_ps_mask(b, v) << 16;
+  return equal ? __builtin_ctz(equal) : 31;
+}
+inline bool are_finite(F a, F b) {
+  const F zero = _mm512_add_ps(_mm512_mul_ps(a, _mm512_setzero_ps()), _mm512_mul_ps(b, _mm512_setzero_ps()));
+  return _mm512_cmpunord_ps_mask(zero, zero) == 0;
+}
+inline F without_lane(F a, int lane) { return _mm512_maskz_mov_ps((__mmask16)(lane >= 0 && lane < 16 ? ~(1u << lane) : ~0u), a); }
+// Stores 32 integral numbers as bytes and returns their sum.
+inline int32_t store_sum_i8(int8_t* p, F a, F b) {
+  const I x = _mm512_cvtps_epi32(a), y = _mm512_cvtps_epi32(b);
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(x));
+  _mm_storeu_si128((__m128i*)(p + 16), _mm512_cvtsepi32_epi8(y));
+  return _mm512_reduce_add_epi32(_mm512_add_epi32(x, y));
+}
 inline F to_float(I a) { return _mm512_cvtepi32_ps(a); }
 
 // Dot products of 16 outputs with 4 k each: unsigned 4-bit weights.

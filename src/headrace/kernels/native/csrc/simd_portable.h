@@ -44,6 +44,33 @@ inline void store_i8(int8_t* p, F a) {
   for (int i = 0; i < 16; i++) p[i] = (int8_t)std::nearbyintf(a.v[i]);
 }
 inline F exp2i(F n) { return map([&](int i) { return std::ldexp(1.0f, (int)n.v[i]); }); }
+// Of 32 numbers in two vectors: the largest, the first that equals `value`, whether all are finite.
+inline float max_of(F a, F b) {
+  float top = a.v[0];
+  for (int i = 0; i < 16; i++) top = std::fmax(top, std::fmax(a.v[i], b.v[i]));
+  return top;
+}
+inline int first_of(F a, F b, float value) {
+  for (int i = 0; i < 31; i++)
+    if ((i < 16 ? a.v[i] : b.v[i - 16]) == value) return i;
+  return 31;
+}
+inline bool are_finite(F a, F b) {
+  for (int i = 0; i < 16; i++)
+    if (!std::isfinite(a.v[i]) || !std::isfinite(b.v[i])) return false;
+  return true;
+}
+inline F without_lane(F a, int lane) {
+  return map([&](int i) { return i == lane ? 0.0f : a.v[i]; });
+}
+// Stores 32 integral numbers as bytes and returns their sum.
+inline int32_t store_sum_i8(int8_t* p, F a, F b) {
+  store_i8(p, a);
+  store_i8(p + 16, b);
+  int32_t sum = 0;
+  for (int i = 0; i < 32; i++) sum += p[i];
+  return sum;
+}
 inline F to_float(I a) { return map([&](int i) { return (float)a.v[i]; }); }
 
 struct Bytes {
