@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check $(shell test -t 
 .PHONY: help setup serve test test-asan check fmt bench docs clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z -]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: .venv/installed ## make .venv, install Headrace, fetch the default model
 	@$(BIN)/headrace pull smollm2 >/dev/null
@@ -38,8 +38,8 @@ check: .venv/test-installed ## lint, formatting, types, layers, budgets, generat
 fmt: .venv/test-installed ## format the code and fix what can be fixed
 	$(BIN)/ruff check --fix src tests tools bench && $(BIN)/ruff format src tests tools bench
 
-bench: setup ## tokens per second of the engine alone (ARGS="MODEL --option value")
-	@$(BIN)/headrace bench offline $(ARGS)
+bench bench-peers: setup ## the README's figures; bench-peers PEERS=PYTHON measures llama.cpp beside them
+	@$(BIN)/python bench/figures.py $(if $(filter bench-peers,$@),--peers $(PEERS)) $(ARGS)
 
 docs: .venv/test-installed ## write the generated pages
 	$(BIN)/python tools/gen_options_docs.py

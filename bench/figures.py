@@ -1,7 +1,7 @@
 """The figures of the README: Headrace here, beside the machine's own limits and, with --peers, other engines.
 
-    make bench                                     # Headrace alone
-    make bench PEERS=/path/to/venv/bin/python      # and llama.cpp and OpenVINO GenAI, in alternating rounds
+    make bench                                           # Headrace alone
+    make bench-peers PEERS=/path/to/venv/bin/python      # and llama.cpp and OpenVINO GenAI, in alternating rounds
 
 Every round starts each server anew, so one line shows start-up too. Greedy, 64 tokens in and 64 out unless the line
 says otherwise, streamed over HTTP, prompts all different, prefix caching off. Medians; the spread is in the JSON
