@@ -10,7 +10,7 @@ NATIVE := $(shell find src/headrace/kernels/native -name CMakeLists.txt -o -path
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(shell test -t 2 || echo -qq)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-asan check fmt bench docs clean
+.PHONY: help setup serve test test-asan check fmt bench bench-peers docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

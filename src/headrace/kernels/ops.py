@@ -144,7 +144,7 @@ class Backend(Protocol):
     def allocate_kv(self, spec: KVSpec, num_blocks: int, block_size: int) -> None: ...
 
     def run(self, model: Model, inputs: StepInputs) -> np.ndarray:
-        """One step: logits float32 [R, V]. Raises nothing on any finite or non-finite weight."""
+        """One step: logits float32 [R, V], valid until the next one. Raises nothing on any weight, finite or not."""
         ...
 
     def best_tokens(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -19,6 +19,7 @@ from headrace.kernels.ops import KVSpec, Model, StepInputs
 FLOAT_KINDS = frozenset({"F32", "F16", "BF16"})
 AS_THEY_ARE = frozenset({"Q4_0", "Q4_1", "Q4_K", "Q8_0", "F16", "BF16"})
 """Kinds whose bytes the packer reads. The others are dequantised and rounded to 8 bits, finer than they are."""
+KEPT_LOGIT_ROWS = 128
 
 
 class StorageKind(Protocol):
@@ -57,6 +58,7 @@ class NativeBackend:
         self._kv: Any = None
         self._program: Any = None
         self._model: Model | None = None
+        self._logits = np.empty((0, 0), np.float32)
 
     def pack_linear(self, parts: list[StoredTensor], bias: list[StoredTensor] | None = None) -> StackedWeight:
         biases = tuple(self.pack_vector(part) for part in bias) if bias else (None,) * len(parts)
@@ -93,7 +95,7 @@ class NativeBackend:
         if self._program is None or self._model is not model:
             self._program = self._record(model)
             self._model = model
-        logits = np.empty((len(inputs.logit_rows_R), self._vocab_size), np.float32)
+        logits = self._logits_of(len(inputs.logit_rows_R))
         self._program.run(
             inputs.token_ids_T,
             inputs.positions_T,
@@ -110,6 +112,14 @@ class NativeBackend:
         ids, finite = np.empty(len(logits), np.int64), np.empty(len(logits), np.bool_)
         _native.best_tokens(self._pool, logits, ids, finite)
         return ids, finite
+
+    def _logits_of(self, num_rows: int) -> np.ndarray:
+        """Room for a step's logits, valid until the next one: fresh memory would cost a page fault per 4 KB."""
+        if num_rows > KEPT_LOGIT_ROWS:
+            return np.empty((num_rows, self._vocab_size), np.float32)
+        if self._logits.shape != (KEPT_LOGIT_ROWS, self._vocab_size):
+            self._logits = np.empty((KEPT_LOGIT_ROWS, self._vocab_size), np.float32)
+        return self._logits[:num_rows]
 
     def _record(self, model: Model) -> Any:
         assert self._kv is not None, "allocate_kv comes before the first step"

@@ -69,14 +69,21 @@ struct Rows {  // a view of some columns of a buffer
   float* row(int r) const { return data + (size_t)r * stride; }
 };
 
-// One layer's paged KV. Each head is a plane of its own, so that its blocks, which mostly follow each other, are read as one
-// stream. Positions of K are contiguous, [kv_heads, num_blocks, padded head_dim, block_size], so that scores of 16 positions
-// are computed side by side; V is [kv_heads, num_blocks, block_size, padded head_dim]. As int8 each position and head has one
-// scale for K and one for V, [kv_heads, num_blocks, block_size].
+// One layer's paged KV. Blocks come in extents of 64: an extent holds them for all layers, so that memory is touched in proportion
+// to the blocks in use and huge pages suit it; inside, each layer and head has its 64 blocks in a row, [layers, K or V,
+// kv_heads, 64, ...], so that they are read as one stream. A block of K has its positions contiguous, [padded head_dim,
+// block_size], so that scores of 16 positions are computed side by side; one of V is [block_size, padded head_dim]. As int8
+// each position and head has a scale for K and one for V, [..., block_size], in a memory of the same order.
+constexpr int kExtent = 64;
+
 struct KVLayer {
-  void *k, *v;               // fp16, or int8 where there are scales
+  void *k, *v;               // fp16, or int8 where there are scales; of this layer in the first extent
   float *k_scale, *v_scale;  // nullptr with fp16
-  int kv_heads, head_dim, num_blocks, block_size;
+  int kv_heads, head_dim, block_size;
+  size_t extent_stride;  // from one extent to the next, in blocks of one head
+  size_t place(int64_t block, int g) const {  // of a block of one head, in such blocks
+    return (size_t)(block / kExtent) * extent_stride + (size_t)g * kExtent + block % kExtent;
+  }
 };
 
 struct AttentionArgs {

@@ -276,7 +276,7 @@ void store_kv_as(const KVLayer& kv, Rows k, Rows v, const int64_t* slots, int ro
   const int D = kv.head_dim, P = padded(D), B = kv.block_size;
   for (int r = row0; r < row1; r++)
     for (int g = 0; g < kv.kv_heads; g++) {
-      const size_t head = (size_t)g * kv.num_blocks + slots[r] / B, offset = slots[r] % B;
+      const size_t head = kv.place(slots[r] / B, g), offset = slots[r] % B;
       T *to_k = (T*)kv.k + head * P * B + offset, *to_v = (T*)kv.v + (head * B + offset) * P;
       const float *from_k = k.row(r) + (size_t)g * D, *from_v = v.row(r) + (size_t)g * D;
       const float scale_k = KV::choose_scale(from_k, D), scale_v = KV::choose_scale(from_v, D);
@@ -314,7 +314,7 @@ inline void scores16(const typename KV::T* k, const typename KV::T* ahead, int s
   }
 }
 
-constexpr int kAhead = 64;  // positions that memory is asked for in advance
+constexpr int kAhead = 128;  // positions that memory is asked for in advance
 
 // Columns [column, column + 16 C) of the values, weighted and summed over the positions in their order.
 template <class KV, int R, int C>
@@ -329,7 +329,7 @@ inline void weigh_values(const KVLayer& kv, const float (*weights)[kAttentionSpa
     const int stop = last < (p / B + 1) * B ? last : (p / B + 1) * B;  // of this block
     const int soon = p + kAhead < last ? p + kAhead : p;
     const auto at = [&](int i) {
-      return (const T*)kv.v + (((size_t)g * kv.num_blocks + blocks[i / B]) * B + i % B) * P + column;
+      return (const T*)kv.v + (kv.place(blocks[i / B], g) * B + i % B) * P + column;
     };
     const T *values = at(p), *ahead = at(soon);
     for (; p < stop; p++, values += P, ahead += P)
@@ -357,7 +357,7 @@ void attend_heads(const KVLayer& kv, const AttentionArgs& args, const float* q, 
   using T = typename KV::T;
   const int D = kv.head_dim, P = padded(D), B = kv.block_size;
   const int start = first / 16 * 16, count = (last + 15) / 16 * 16 - start;
-  const auto head = [&](int p) { return (size_t)g * kv.num_blocks + blocks[p / B]; };
+  const auto head = [&](int p) { return kv.place(blocks[p / B], g); };
   float weights[R][kAttentionSpan + 16];
   F top[R];
   for (int r = 0; r < R; r++) top[r] = set1(-INFINITY);

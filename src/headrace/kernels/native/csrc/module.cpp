@@ -29,25 +29,32 @@ using ViewTuple = std::tuple<int, int, int>;
 class KVMemory {
  public:
   KVMemory(int layers, int kv_heads, int head_dim, int num_blocks, int block_size, bool int8)
-      : kv_heads_(kv_heads), head_dim_(head_dim), num_blocks_(num_blocks), block_size_(block_size), layers_(layers), int8_(int8) {
+      : shape_{nullptr, nullptr, nullptr, nullptr, kv_heads, head_dim, block_size, (size_t)layers * 2 * kv_heads * kExtent},
+        layers_(layers), block_bytes_((size_t)(head_dim + 15) / 16 * 16 * block_size * (int8 ? 1 : 2)) {
     if (block_size % 16) throw std::invalid_argument("block_size must be a multiple of 16");
-    positions_ = (size_t)num_blocks * kv_heads * block_size;
-    half_ = positions_ * ((head_dim + 15) / 16 * 16) * (int8 ? 1 : 2);
-    memory_ = Memory(layers * (2 * half_ + (int8 ? 2 * positions_ * sizeof(float) : 0)), false);
+    const size_t blocks = (size_t)((num_blocks + kExtent - 1) / kExtent) * shape_.extent_stride;
+    memory_ = Memory(blocks * block_bytes_, true);
+    if (int8) scales_ = Memory(blocks * block_size * sizeof(float), true);
   }
   KVLayer layer(int i) const {
-    uint8_t* k = memory_.data() + (size_t)i * 2 * half_;
-    float* scales = (float*)(memory_.data() + (size_t)layers_ * 2 * half_) + (size_t)i * 2 * positions_;
-    return {k, k + half_, int8_ ? scales : nullptr, int8_ ? scales + positions_ : nullptr, kv_heads_, head_dim_, num_blocks_, block_size_};
+    const size_t half = (size_t)shape_.kv_heads * kExtent, first = 2 * i * half;
+    KVLayer l = shape_;
+    l.k = memory_.data() + first * block_bytes_;
+    l.v = memory_.data() + (first + half) * block_bytes_;
+    if (scales_.data()) {
+      l.k_scale = (float*)scales_.data() + first * shape_.block_size;
+      l.v_scale = l.k_scale + half * shape_.block_size;
+    }
+    return l;
   }
   int layers() const { return layers_; }
-  size_t bytes() const { return memory_.bytes(); }
+  size_t bytes() const { return memory_.bytes() + scales_.bytes(); }
 
  private:
-  int kv_heads_, head_dim_, num_blocks_, block_size_, layers_;
-  bool int8_;
-  size_t positions_, half_;
-  Memory memory_;
+  KVLayer shape_;
+  int layers_;
+  size_t block_bytes_;
+  Memory memory_, scales_;
 };
 
 Weight pack_blocks(Arena& arena, const std::string& kind, Array1<uint8_t> data, int rows, int cols) {
