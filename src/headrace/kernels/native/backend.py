@@ -22,6 +22,11 @@ AS_THEY_ARE = frozenset({"Q4_0", "Q4_1", "Q4_K", "Q8_0", "F16", "BF16"})
 KEPT_LOGIT_ROWS = 128
 
 
+def usable_cores() -> int:
+    """Cores that this process may run on, where the system can tell."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class StorageKind(Protocol):
     @property
     def label(self) -> str: ...
@@ -51,7 +56,7 @@ class NativeBackend:
         self, num_threads: int | None = None, quantization: str | None = None, has_int8_kv: bool = False
     ) -> None:
         self._has_int8_kv = has_int8_kv
-        self.num_threads = num_threads or len(os.sched_getaffinity(0))
+        self.num_threads = num_threads or usable_cores()
         self._quantization = quantization
         self._arena = _native.Arena()
         self._pool = _native.Pool(self.num_threads, False)
