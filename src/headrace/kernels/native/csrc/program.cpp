@@ -75,7 +75,7 @@ void Program::quantize(View x, int index) {
 
 // A unit is one tile for one chunk of rows: weights are read once per chunk, and a chunk's inputs stay in the cache.
 void Program::linear(View x, int index, std::vector<Segment> segments, View residual, View out) {
-  constexpr int kRowChunk = 64;
+  constexpr int kRowChunk = 16;
   int tiles = 0;
   for (auto& s : segments) tiles += s.weight->tiles;
   Command command;
