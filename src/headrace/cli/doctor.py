@@ -34,7 +34,7 @@ CPU_FEATURES = (
     "amx_tile", "amx_int8", "amx_bf16", "neon", "asimd", "asimddp", "i8mm", "sve",
 )  # fmt: skip
 PACKAGES = (
-    "numpy", "msgspec", "pyzmq", "tokenizers", "safetensors", "gguf", "fastapi", "uvicorn", "uvloop", "httptools",
+    "numpy", "msgspec", "pyzmq", "tokenizers", "fastapi", "uvicorn", "uvloop", "httptools",
     "pydantic", "huggingface_hub", "torch",
 )  # fmt: skip
 

@@ -189,14 +189,16 @@ class InputProcessor:
     ) -> tuple[tuple[tuple[int, ...], ...], tuple[str | None, ...]]:
         if isinstance(source, ChatInput):
             text = self._render(source)
-            return (tuple(self._encode(text, bool(options.add_special_tokens), "messages")),), (text,)
+            return (tuple(self._tokenizer.encode(text, add_special_tokens=bool(options.add_special_tokens))),), (text,)
         if not source:
             raise refusal("prompt", [], "at least one prompt")
         ids: list[tuple[int, ...]] = []
         for index, prompt in enumerate(source):
             param = options.names.get("prompt", "prompt") + (f"[{index}]" if len(source) > 1 else "")
             if isinstance(prompt, str):
-                ids.append(tuple(self._encode(prompt, options.add_special_tokens is not False, param)))
+                ids.append(
+                    tuple(self._tokenizer.encode(prompt, add_special_tokens=options.add_special_tokens is not False))
+                )
             elif isinstance(prompt, list | tuple):
                 check_length(len(prompt), 0, info, param)  # before looking at each of a million ids
                 ids.append(check_token_ids(prompt, param, info.vocab_size))
@@ -238,13 +240,7 @@ class InputProcessor:
         return self._tokenizer.request_template(source)
 
     def _encode_word(self, text: str) -> list[int]:
-        return self._encode(text, False, "stop")
-
-    def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
-        try:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except (UnicodeEncodeError, TypeError):  # the library calls such a string no string
-            raise InvalidRequest(f"{param} holds half of a surrogate pair, which is no text.", param=param) from None
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
 
 def request_names(prefix: str, name: str | None) -> tuple[str, tuple[str, ...]]:
