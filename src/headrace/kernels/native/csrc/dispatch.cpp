@@ -1,6 +1,7 @@
-// Chooses the kernels by what the processor has, once; tests may force one.
+// Chooses the kernels by what the processor has, once; tests may force others of those it can run.
 #include <atomic>
 #include <string>
+#include <vector>
 
 #include "kernels.h"
 
@@ -8,48 +9,50 @@ namespace hr {
 namespace {
 std::atomic<const Kernels*> forced{nullptr};
 
-const Kernels* choose() {
 #if defined(__x86_64__)
-  __builtin_cpu_init();
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+}
+#endif
+
+// What this processor can run, the best one first.
+const std::vector<const Kernels*>& usable() {
+  static const std::vector<const Kernels*> all = [] {
+    std::vector<const Kernels*> found;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
 #if defined(HR_HAS_AVX512)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
-    return avx512_kernels();
+    if (has_avx512()) found.push_back(avx512_kernels());
 #endif
 #if defined(HR_HAS_AVX2)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return avx2_kernels();
+    if (has_avx2()) found.push_back(avx2_kernels());
 #endif
 #endif
-  return portable_kernels();
+    found.push_back(portable_kernels());
+    return found;
+  }();
+  return all;
 }
 }  // namespace
 
 const Kernels* best_kernels() {
-  static const Kernels* best = choose();
+  static const Kernels* best = usable().front();
   const Kernels* other = forced.load();
   return other ? other : best;
 }
 
 bool force_kernels(const std::string& name) {
-  const std::string best = choose()->name;
   if (name.empty()) {
     forced = nullptr;
     return true;
   }
-  if (name == "portable") {
-    forced = portable_kernels();
-    return true;
-  }
-#if defined(HR_HAS_AVX2)
-  if (name == "avx2" && best != "portable") {
-    forced = avx2_kernels();
-    return true;
-  }
-#endif
-  if (name == best) {
-    forced = nullptr;
-    return true;
-  }
+  for (const Kernels* kernels : usable())
+    if (name == kernels->name) {
+      forced = kernels;
+      return true;
+    }
   return false;
 }
 

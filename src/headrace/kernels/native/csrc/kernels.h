@@ -42,19 +42,20 @@ constexpr int kRowBlock = 8;  // rows that are quantised side by side
 
 // One group of up to eight rows, in 8 bits. Side by side, so that a kernel finds all it needs of its rows at fixed places.
 //
-// The largest number of a row's group is kept as a float and its q is 0: few channels of a language model are much larger
-// than the others (LLM.int8, arXiv 2208.07339), and the scale of a group that holds one would leave nothing of its
-// neighbours. docs/log.md has what this is worth.
+// Few channels of a language model are much larger than the others (LLM.int8, arXiv 2208.07339), and the scale of a group
+// that holds one would leave nothing of its neighbours. So a number more than kOutlier times as large as the others of its
+// group is kept as a float, and its q is 0. docs/log.md has what this is worth.
 struct QuantizedGroup {
   int8_t q[kRowBlock][kGroup];
-  float scale[kRowBlock];       // of the other numbers
-  float top[kRowBlock];         // the largest number itself
+  float scale[kRowBlock];       // of q
+  float outlier[kRowBlock];     // 0 where there is none
   float sum[kRowBlock];         // of all numbers, as quantised: what a weight's minimum is multiplied with
   int32_t sum_q[kRowBlock];     // of q
-  // Where the weights of the largest number lie in a block: the line of 64 bytes, and the bits to shift each 32-bit lane by
+  // Where the weights of the outlier lie in a block: the line of 64 bytes, and the bits to shift each 32-bit lane by
   // (right with 4-bit weights, left with 8-bit ones).
   int32_t line4[kRowBlock], shift4[kRowBlock];
   int32_t line8[kRowBlock], shift8[kRowBlock];
+  bool has_outlier[kRowBlock];
 };
 
 struct Quantized {

@@ -62,6 +62,7 @@ inline F tanh(F x) {  // 1 - 2 / (e^2x + 1)
 
 // What is smaller counts as zero, since one over it would be infinite.
 constexpr float kTiny = 1e-36f;
+constexpr float kOutlier = 2;  // times the others of its group
 
 void quantize(Rows x, int cols, const Quantized& out, int row0, int row1) {
   for (int r = row0; r < row1; r++) {
@@ -74,19 +75,24 @@ void quantize(Rows x, int cols, const Quantized& out, int row0, int row1) {
       F b = left >= 32 ? load(p + 16) : load_part(p + 16, left > 16 ? left - 16 : 0, 0);
       const F size_a = abs(a), size_b = abs(b);
       const int k = first_of(size_a, size_b, max_of(size_a, size_b));
-      const float top = k < left ? p[k] : 0.0f;
-      a = without_lane(a, k);
-      b = without_lane(b, k - 16);
-      const float rest = max_of(abs(a), abs(b));
+      const F others_a = without_lane(a, k), others_b = without_lane(b, k - 16);
+      const float largest = k < left ? p[k] : 0.0f, second = max_of(abs(others_a), abs(others_b));
+      const bool has_outlier = std::fabs(largest) > kOutlier * second;
+      if (has_outlier) {
+        a = others_a;
+        b = others_b;
+      }
+      const float outlier = has_outlier ? largest : 0.0f, top = has_outlier ? second : std::fabs(largest);
       // A broken row must end as NaN, not as plausible numbers.
-      const bool is_sound = are_finite(a, b) && are_finite(set1(top), set1(top));
-      const F inverse = set1(is_sound && rest > kTiny ? 127.0f / rest : 0.0f);
+      const bool is_sound = are_finite(a, b) && std::isfinite(largest);
+      const F inverse = set1(is_sound && top > kTiny ? 127.0f / top : 0.0f);
       const int32_t sum_q =
           is_sound ? store_sum_i8(group->q[m], round(mul(a, inverse)), round(mul(b, inverse))) : 0;
-      const float scale = is_sound ? rest / 127.0f : NAN;
+      const float scale = is_sound ? top / 127.0f : NAN;
       group->scale[m] = scale;
-      group->top[m] = top;
-      group->sum[m] = scale * (float)sum_q + top;
+      group->outlier[m] = outlier;
+      group->has_outlier[m] = has_outlier;
+      group->sum[m] = scale * (float)sum_q + outlier;
       group->sum_q[m] = sum_q;
       group->line4[m] = k % 16 / 4;
       group->shift4[m] = 8 * (k % 4) + k / 16 * 4;
@@ -110,6 +116,15 @@ inline void finish_tile(F acc, int row, int tile, int rows, Rows y, const float*
   }
 }
 
+// Whether any of M rows has an outlier. Of those that have none it is 0 and adds nothing, so a row's bits do not depend on
+// the answer.
+template <int M>
+inline bool have_outlier(const QuantizedGroup& group, int first) {
+  bool any = false;
+  for (int m = 0; m < M; m++) any |= group.has_outlier[first + m];
+  return any;
+}
+
 template <int M>
 inline void tile_w4(const Weight& w, int tile, int row, const Quantized& x, F* acc) {
   const Block4* block = (const Block4*)w.tile(tile);
@@ -119,6 +134,7 @@ inline void tile_w4(const Weight& w, int tile, int row, const Quantized& x, F* a
   for (int g = 0; g < w.groups; g++, block++, group++) {
     typename Dot4::A sums[M];
     for (int m = 0; m < M; m++) sums[m] = Dot4::zero(0);
+    const bool has_outlier = have_outlier<M>(*group, first);
     const int8_t* q = group->q[first];
     for (int line = 0; line < 4; line++) {
       typename Dot4::W low, high;
@@ -132,7 +148,8 @@ inline void tile_w4(const Weight& w, int tile, int row, const Quantized& x, F* a
     for (int m = 0; m < M; m++) {
       const int i = first + m;
       F part = mul(to_float(Dot4::finish(sums[m])), set1(group->scale[i]));
-      part = fma(Dot4::column(block->q[group->line4[i]], group->shift4[i]), set1(group->top[i]), part);
+      if (has_outlier)
+        part = fma(Dot4::column(block->q[group->line4[i]], group->shift4[i]), set1(group->outlier[i]), part);
       acc[m] = fma(minimum, set1(group->sum[i]), fma(part, scale, acc[m]));
     }
   }
@@ -147,6 +164,7 @@ inline void tile_w8(const Weight& w, int tile, int row, const Quantized& x, F* a
   for (int g = 0; g < w.groups; g++, block++, group++) {
     typename Dot8::A sums[M];
     for (int m = 0; m < M; m++) sums[m] = Dot8::zero(group->sum_q[first + m]);
+    const bool has_outlier = have_outlier<M>(*group, first);
     const int8_t* q = group->q[first];
     for (int line = 0; line < 8; line++) {
       const typename Dot8::W weights = Dot8::unpack(block->q[line]);
@@ -156,7 +174,8 @@ inline void tile_w8(const Weight& w, int tile, int row, const Quantized& x, F* a
     for (int m = 0; m < M; m++) {
       const int i = first + m;
       F part = mul(to_float(Dot8::finish(sums[m])), set1(group->scale[i]));
-      part = fma(Dot8::column(block->q[group->line8[i]], group->shift8[i]), set1(group->top[i]), part);
+      if (has_outlier)
+        part = fma(Dot8::column(block->q[group->line8[i]], group->shift8[i]), set1(group->outlier[i]), part);
       acc[m] = fma(part, scale, acc[m]);
     }
   }
