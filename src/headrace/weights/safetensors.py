@@ -1,7 +1,8 @@
 """Reads a folder of safetensors files: one file, or several that an index names. Nothing is copied.
 
-Called by `checkpoint.py`. Our own reader because numpy has no bfloat16 and because every offset is checked before
-use: a corrupt or truncated file is a `CheckpointError`. Writing is not done here.
+Called by `checkpoint.py`, and by `incoming/` for a file that came as bytes. Our own reader because numpy has no
+bfloat16 and because every offset is checked before use: a corrupt or truncated file is a `CheckpointError`. Writing is
+not done here.
 
 Format: github.com/huggingface/safetensors (header length as u64, JSON header, tensors).
 """
@@ -9,6 +10,7 @@ Format: github.com/huggingface/safetensors (header length as u64, JSON header, t
 from __future__ import annotations
 
 import math
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_JSON_BYTES = 64 << 20
+MAX_DIMENSIONS = 8  # more would only make the product of a corrupt shape slow to compute
 KINDS = {"F32": TensorKind.F32, "F16": TensorKind.F16, "BF16": TensorKind.BF16}
 
 
@@ -86,24 +89,28 @@ def _read_shards(folder: Path, index: Path) -> dict[str, CheckpointTensor]:
 
 def read_file(path: Path) -> dict[str, CheckpointTensor]:
     """All tensors of one file by name."""
-    buffer = map_file(path)
+    return read_buffer(map_file(path), str(path))
+
+
+def read_buffer(buffer: mmap.mmap | memoryview, where: str) -> dict[str, CheckpointTensor]:
+    """All tensors of a whole file in memory, as views of `buffer`; `where` begins every error."""
     size = len(buffer)
     header_bytes = int.from_bytes(buffer[:8], "little")
     if size < 8 or header_bytes > min(size - 8, MAX_HEADER_BYTES):
         raise CheckpointError(
-            f"{path}: corrupt or truncated safetensors file: header of {header_bytes} bytes in {size} bytes"
+            f"{where}: corrupt or truncated safetensors file: header of {header_bytes} bytes in {size} bytes"
         )
     try:
         header = msgspec.json.decode(buffer[8 : 8 + header_bytes], type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: corrupt safetensors header: {error}") from None
+        raise CheckpointError(f"{where}: corrupt safetensors header: {error}") from None
     header.pop("__metadata__", None)
     data = np.frombuffer(buffer, np.uint8)[8 + header_bytes :]
-    return {name: _tensor(path, name, raw, data) for name, raw in header.items()}
+    return {name: _tensor(where, name, raw, data) for name, raw in header.items()}
 
 
-def _tensor(path: Path, name: str, raw: Any, data: np.ndarray) -> CheckpointTensor:
-    what = f"{path}: tensor {name[:80]!r}"
+def _tensor(where: str, name: str, raw: Any, data: np.ndarray) -> CheckpointTensor:
+    what = f"{where}: tensor {name[:80]!r}"
     try:
         entry = msgspec.convert(raw, _Entry)
     except msgspec.ValidationError as error:
@@ -111,6 +118,8 @@ def _tensor(path: Path, name: str, raw: Any, data: np.ndarray) -> CheckpointTens
     kind = KINDS.get(entry.dtype)
     if kind is None:
         raise CheckpointError(f"{what} has dtype {entry.dtype[:20]}; supported: {', '.join(KINDS)}")
+    if len(entry.shape) > MAX_DIMENSIONS:
+        raise CheckpointError(f"{what} has {len(entry.shape)} dimensions; {MAX_DIMENSIONS} are allowed")
     start, end = entry.data_offsets
     if min(entry.shape, default=1) < 1 or end - start != math.prod(entry.shape) * kind.block_bytes:
         raise CheckpointError(f"{what} of shape {entry.shape} and dtype {entry.dtype} cannot have {end - start} bytes")
