@@ -1,6 +1,6 @@
 """What a decode step costs beside the model itself: schedule, batch, sample, update, encode for the wire.
 
-    python bench/step_overhead.py --streams 16 --steps 200
+    python bench/step_overhead.py --streams 16 --steps 200 --temperature 0.8
 
 The engine's core runs in this process; the time inside the backend's forward pass is taken off. Median per step, in ms.
 """
@@ -42,7 +42,7 @@ class TimedBackend:
         return logits
 
 
-def measure(model_file: Path, num_streams: int, num_steps: int) -> tuple[list[float], list[float]]:
+def measure(model_file: Path, num_streams: int, num_steps: int, temperature: float) -> tuple[list[float], list[float]]:
     """Milliseconds per step: beside the model, and in the model."""
     backend = TimedBackend(create_backend("auto"))
     core = EngineCore(
@@ -51,7 +51,7 @@ def measure(model_file: Path, num_streams: int, num_steps: int) -> tuple[list[fl
         SchedulerConfig(max_num_seqs=max(64, num_streams)),
         2048,
     )
-    params = SamplingParams(max_tokens=num_steps + 32, temperature=0.0, ignore_eos=True, seed=0)
+    params = SamplingParams(max_tokens=num_steps + 32, temperature=temperature, ignore_eos=True, seed=0)
     for i in range(num_streams):
         prompt = tuple(np.random.default_rng(i).integers(0, core.info.vocab_size, 16).tolist())
         core.submit(0, Submit(request_id=RequestId(i), public_id=str(i), prompts=(prompt,), params=params))
@@ -74,8 +74,9 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args()
-    beside, within = measure(resolve_model(args.model).path, args.streams, args.steps)
+    beside, within = measure(resolve_model(args.model).path, args.streams, args.steps, args.temperature)
     low, high = np.percentile(beside, [10, 90])
     print(f"{args.streams} streams: beside the model {statistics.median(beside):.3f} ms per step "
           f"(p10 {low:.3f}, p90 {high:.3f}); in the model {statistics.median(within):.2f} ms")  # fmt: skip

@@ -280,7 +280,7 @@ async def _open_client(config: EngineConfig, resolved: ResolvedModel) -> EngineC
         executor = create_executor(config.model, resolved.path)
         return EngineCore(executor, config.cache, config.scheduler, config.model.max_model_len)
 
-    client = InprocClient(create_core, _ADMISSION)
+    client = InprocClient(create_core, _ADMISSION, config.control, resolved.path)
     try:
         await client.wait_ready()
     except BaseException:

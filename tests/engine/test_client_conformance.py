@@ -233,7 +233,8 @@ async def test_engine_failure_ends_every_stream_once(kind: str) -> None:
 async def test_control(rig: Rig) -> None:
     await read(rig.client.submit(rig.request(list(range(1, 100)))))
     result = await rig.client.control("reset_prefix_cache")
-    assert result["num_blocks"] > 0
+    assert (result["kind"], result["state"]) == ("reset_prefix_cache", "succeeded")
+    assert result["result"][0]["num_blocks"] > 0
     with pytest.raises(FailedRequest) as caught:
         await rig.client.control("no_such_thing")
     assert caught.value.info().status == 404

@@ -145,7 +145,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_prefix_cache(self) -> None:
-        self.harness.core.control("reset_prefix_cache", {})
+        self.harness.core.reset_prefix_cache()
         self.harness.core.check_invariants()
 
     def open(self) -> list[tuple[int, int, int]]:

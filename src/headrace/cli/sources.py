@@ -143,7 +143,7 @@ class RemoteSource:
     def _first_model(self) -> str:
         try:
             response = self._http.get("/models", timeout=_CONNECT_TIMEOUT_S)
-            _raise_status(response)
+            raise_status(response)
             return str(response.json()["data"][0]["id"])
         except httpx.HTTPError as error:
             raise StartupError(f"cannot reach {self._url}: {error}") from error
@@ -154,7 +154,7 @@ class RemoteSource:
         body = {"model": self.name, "stream": True, "stream_options": {"include_usage": True}, **body}
         try:
             with self._http.stream("POST", path, json=body) as response:
-                _raise_status(response)
+                raise_status(response)
                 yield from _read_pieces(response.iter_lines())
         except httpx.HTTPError as error:
             raise StartupError(f"lost {self._url}: {error}") from error
@@ -179,7 +179,8 @@ def _read_pieces(lines: Iterator[str]) -> Iterator[Piece]:
             yield Piece("", usage["completion_tokens"])
 
 
-def _raise_status(response: httpx.Response) -> None:
+def raise_status(response: httpx.Response) -> None:
+    """Raises what the server says is wrong, if anything is."""
     if response.is_success:
         return
     response.read()

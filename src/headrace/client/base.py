@@ -30,6 +30,9 @@ class Delta:
     queue_s: float | None = None
     prefill_s: float | None = None
     num_preemptions: int = 0
+    weights_versions: tuple[
+        tuple[int, str], ...
+    ] = ()  # (index into token_ids, version from there on), where it changes
 
 
 class OutputStream(Protocol):
@@ -59,7 +62,7 @@ class EngineStatus:
     """Read from the status board or the engine's own counters; no round trip."""
 
     is_ready: bool
-    reasons: tuple[str, ...] = ()  # why it is not ready: starting, draining, engine_dead, engine_stalled, ...
+    reasons: tuple[str, ...] = ()  # why it is not ready: starting, draining, asleep, weights_poisoned, engine_dead, ...
     heartbeat_age_s: float = 0.0
     step: int = 0
     num_running: int = 0
@@ -72,7 +75,12 @@ class EngineStatus:
     prefix_hits: int = 0  # tokens found
     num_prompt_tokens: int = 0  # totals since start
     num_generated_tokens: int = 0
+    weights_state: str = "ready"  # ready, asleep, updating, poisoned
+    weights_reason: str | None = None  # why it is poisoned
+    asleep: tuple[str, ...] = ()  # of weights, kv_cache
+    is_paused: bool = False
     weights_version: str = "0"
+    weights_epoch: int = 0  # counts the changes of the weights
 
     @property
     def kv_usage(self) -> float:
@@ -107,7 +115,10 @@ class EngineClient(Protocol):
         ...
 
     async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """Runs a control operation and returns after its effect. Raises RequestError as the engine reports it."""
+        """Runs a control operation and returns its operation object after its effect; with `wait=False` at once.
+
+        docs/rl.md lists them. Raises RequestError as the engine reports it.
+        """
         ...
 
     def status(self) -> EngineStatus: ...

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from headrace.client.admission import Admission
@@ -18,11 +19,11 @@ from headrace.client.base import EngineStatus
 from headrace.client.session import Session, closed
 from headrace.client.status import status_of
 from headrace.client.streams import ClientStream
-from headrace.config.options import AdmissionConfig
+from headrace.config.options import AdmissionConfig, ControlConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.loop import EngineLoop
 from headrace.errors import StartupError, Unavailable
-from headrace.transport.messages import EngineDead, EngineInfo, FromEngine, Goodbye, Hello, Submit, ToEngine
+from headrace.transport.messages import EngineDead, EngineInfo, FromEngine, Goodbye, Hello, Lifecycle, Submit, ToEngine
 from headrace.transport.stats import EngineStats
 from headrace.types import RequestId
 
@@ -35,9 +36,18 @@ _CLOSE_TIMEOUT_S = 30.0  # the engine stops at a step boundary
 class InprocClient:
     """Owns the engine thread. `core_factory` runs in it, so loading a model never blocks the event loop."""
 
-    def __init__(self, core_factory: Callable[[], EngineCore], admission: AdmissionConfig) -> None:
+    def __init__(
+        self,
+        core_factory: Callable[[], EngineCore],
+        admission: AdmissionConfig,
+        control: ControlConfig | None = None,
+        weights_path: Path | None = None,
+    ) -> None:
+        """`weights_path` is where the model lies, if its weights may be read again after a sleep."""
         self.admission = Admission(admission)
         self._core_factory = core_factory
+        self._control_config = control
+        self._weights_path = weights_path
         self._session: Session | None = None
         self._thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
         self._engine: EngineLoop | None = None
@@ -95,7 +105,8 @@ class InprocClient:
             reasons = (session.death.code,)
         elif info is None:
             reasons = ("starting",)
-        return status_of(self._stats, info, reasons, heartbeat_age_s=0.0)
+        lifecycle = session.lifecycle if session is not None else Lifecycle()
+        return status_of(self._stats, lifecycle, reasons, heartbeat_age_s=0.0)
 
     async def close(self) -> None:
         with self._lock:
@@ -122,7 +133,8 @@ class InprocClient:
 
     def _run_engine(self) -> None:
         try:
-            engine = EngineLoop(self._core_factory(), self._emit, self._publish)
+            core = self._core_factory()
+            engine = EngineLoop(core, self._emit, self._publish, self._control_config, self._weights_path)
             with self._lock:
                 if self._is_closed:
                     return

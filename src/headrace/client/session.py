@@ -25,6 +25,7 @@ from headrace.transport.messages import (
     EngineInfo,
     EngineReady,
     FromEngine,
+    Lifecycle,
     StepOutputs,
     Submit,
     ToEngine,
@@ -42,6 +43,7 @@ class Session:
     def __init__(self, loop: asyncio.AbstractEventLoop, send: Callable[[ToEngine], None], admission: Admission) -> None:
         self.admission = admission
         self.info: EngineInfo | None = None
+        self.lifecycle = Lifecycle()
         self.death: ErrorInfo | None = None  # why no engine answers any more: it died, or this client was closed
         self._send = send
         self.loop = loop
@@ -117,7 +119,10 @@ class Session:
                 self._answer(call_id, num_aborted)
             case ControlDone(call_id, result, error):
                 self._answer(call_id, result or {}, error)
-            case EngineReady(info, protocol):
+            case Lifecycle():
+                self.lifecycle = message
+            case EngineReady(info, protocol, lifecycle):
+                self.lifecycle = lifecycle
                 self._handle_ready(info, protocol)
             case EngineDead(reason):
                 self.end(engine_dead(reason))

@@ -88,12 +88,16 @@ class ClientStream:
                 return
             self._leave_queue(choice)
         delta = self._pending.get(choice)
+        start = 0
         if delta is None:
             delta = self._pending[choice] = Delta(choice, token_ids)
         else:
+            start = len(delta.token_ids)
             delta.token_ids.extend(token_ids)
         if detail is not None:
             _merge_detail(delta, detail)
+            if detail.weights_version is not None:
+                delta.weights_versions = (*delta.weights_versions, (start, detail.weights_version))
         if finished:
             delta.finish_reason = _REASONS[finished]
             self._end_choice(choice)

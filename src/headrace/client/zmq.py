@@ -25,7 +25,7 @@ from headrace.config.options import AdmissionConfig
 from headrace.errors import ErrorInfo, Unavailable
 from headrace.transport import codec
 from headrace.transport.board import EngineState, StatusBoard
-from headrace.transport.messages import EngineInfo, Goodbye, Hello, Submit, ToEngine
+from headrace.transport.messages import EngineInfo, Goodbye, Hello, Lifecycle, Submit, ToEngine
 from headrace.transport.sockets import connect_front_end
 from headrace.types import RequestId
 
@@ -129,7 +129,7 @@ class ZmqClient:
         if self._board.is_draining:
             reasons.append("draining")
         age_s = engine.heartbeat_age_s if engine.heartbeat_ns else 0.0
-        return status_of(engine.stats, session.info if session else None, tuple(reasons), age_s)
+        return status_of(engine.stats, session.lifecycle if session else Lifecycle(), tuple(reasons), age_s)
 
     async def close(self) -> None:
         session = self._session

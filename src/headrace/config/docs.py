@@ -15,7 +15,7 @@ Every option of `headrace serve`, made from the config dataclasses by `tools/gen
 The same names work as keys of a YAML file (`headrace serve --config server.yaml`), with dashes or underscores; the
 command line wins over the file. A list in YAML is a repeated option on the command line. `HEADRACE_API_KEY` and
 `HEADRACE_ADMIN_KEY` stand in for `--api-key` and `--admin-key` when neither gives one. `headrace.LLM` takes the options
-of the engine (the first three tables) as keyword arguments, with underscores.
+of the engine (the first four tables) as keyword arguments, with underscores.
 """
 
 

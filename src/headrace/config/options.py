@@ -78,6 +78,23 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ControlConfig:
+    """Weights that change, and sleep."""
+
+    allow_pickled_weights: bool = option(
+        False, "take tensors that a trainer has pickled; the reader knows tensors alone and runs no code of the pickle"
+    )
+    requests_while_asleep: str = option(
+        "refuse",
+        "requests that come while the engine sleeps: 503 at once, or a place in the queue",
+        choices=("refuse", "wait"),
+    )
+    refresh_timeout: float = option(
+        300.0, "seconds without a word from its sender after which an open refresh is aborted", above=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdmissionConfig:
     """What the front end accepts."""
 
@@ -90,6 +107,9 @@ class AdmissionConfig:
     max_stop_strings: int = option(16, "most stop strings of a request", minimum=0)
     max_stop_tokens: int = option(64, "longest stop string, in tokens", minimum=1)
     max_body_bytes: int = option(32 * 1024 * 1024, "largest request body; more: 413", minimum=1)
+    max_refresh_bytes: int = option(
+        64 * 1024**3, "largest body that brings weights; it goes to /dev/shm, else to a file; more: 413", minimum=1
+    )
     default_timeout_s: float | None = option(None, "deadline of requests that bring none, waiting included", above=0)
     strict_fields: bool = option(False, "refuse unknown request fields instead of a warning header")
     trust_request_chat_template: bool = option(
@@ -124,6 +144,7 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    control: ControlConfig = field(default_factory=ControlConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,13 @@ job is how choices start (fan-out), how they end, and who is told.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import msgspec
 
 from headrace.config.options import CacheConfig, SchedulerConfig
 from headrace.engine.intake import Intake, num_refusals
@@ -30,22 +33,22 @@ from headrace.errors import (
     DeadlineExceeded,
     ErrorInfo,
     InternalError,
-    InvalidRequest,
-    NotFound,
     RequestError,
     Unavailable,
 )
 from headrace.executor.base import Executor
 from headrace.kv.manager import KVManager
-from headrace.transport.messages import Abort, EngineInfo, StepOutputs, Submit
+from headrace.transport.messages import Abort, EngineInfo, Lifecycle, StepOutputs, Submit
 from headrace.transport.plan import StepResult
 from headrace.transport.stats import EngineStats
 from headrace.types import FinishReason
 
 logger = logging.getLogger(__name__)
 
-SENDERS_OWN_REASONS = frozenset({"client", "disconnect", "stop_string"})
-"""Abort reasons of the sender itself: its choice just ends. Any other one is the server's, and an error to it."""
+QUIET_REASONS = frozenset({"client", "disconnect", "stop_string", "control"})
+"""Abort reasons whose choice just ends with what it has: its sender's own, and a trainer's, who wants partial results.
+Any other one is the server's, and an error to the sender."""
+_ASLEEP_RETRY_S = 5
 
 
 class EngineCore:
@@ -58,7 +61,9 @@ class EngineCore:
         scheduler: SchedulerConfig,
         max_model_len: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        holds_while_asleep: bool = False,
     ) -> None:
+        """`holds_while_asleep`: requests that come meanwhile wait, instead of being refused."""
         model = executor.info
         free_bytes = available_memory()
         max_len = resolve_max_model_len(max_model_len, model, fitting_tokens(cache, model, free_bytes))
@@ -76,13 +81,18 @@ class EngineCore:
             weights_version=model.weights_version,
             has_prefix_cache=cache.enable_prefix_caching,
         )
-        self._executor = executor
+        self.executor = executor
         self._clock = clock
         self._intake = Intake(self.info, frozenset(model.eos_token_ids), scheduler.priority_ageing_s)
         self._kv = KVManager(num_blocks, cache.block_size)
         self._scheduler = create_scheduler(scheduler, self._kv, max_num_seqs)
         self._registry = RequestRegistry()
-        self._rows = OutputRows()
+        self._rows = OutputRows(model.weights_version)
+        self.lifecycle = Lifecycle(version=model.weights_version)
+        self.on_lifecycle: Callable[[Lifecycle], None] = lambda _: None
+        self._holds_while_asleep = holds_while_asleep
+        self._is_holding = False
+        self._held: dict[Request, None] = {}  # accepted, but behind a pause
         self._num_steps = 0
         self._num_followers = 0
         self._num_prompt_tokens = 0
@@ -95,15 +105,18 @@ class EngineCore:
         try:
             if self._registry.get(client, request.request_id) is not None:
                 raise Conflict(f"request id {request.request_id} is in use", param="request_id")
+            self._refuse_if_asleep()
             live = self._intake.admit(client, request, self._clock())
         except RequestError as error:
             self._rows.add_refusal(client, request.request_id, num_refusals(request), error.info())
             return
         self._registry.add(live)
+        if self._is_holding:
+            self._held[live] = None
         for seq in live.sequences:
             if seq.group.leader is None:
                 seq.group.leader = seq
-                self._scheduler.add(seq)
+                self._enqueue(seq)
             else:
                 seq.group.followers.append(seq)
                 self._num_followers += 1
@@ -126,28 +139,36 @@ class EngineCore:
 
     def _abort_request(self, request: Request, reason: str, choice: int | None = None) -> int:
         error: ErrorInfo | None = None
-        if reason not in SENDERS_OWN_REASONS:
+        if reason not in QUIET_REASONS:
             error = Unavailable(f"the server ended this request: {reason}", code="aborted").info()
         ending = [seq for seq in request.sequences if seq.is_live and choice in (None, seq.choice)]
         self._end_all(ending, FinishReason.ABORT, error)
         return len(ending)
 
-    def control(self, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Runs a control operation to its effect. Raises RequestError."""
-        if operation != "reset_prefix_cache":
-            raise NotFound(
-                f"there is no control operation {operation!r}; there is: reset_prefix_cache", param="operation"
-            )
-        if arguments:
-            raise InvalidRequest(f"reset_prefix_cache takes no arguments, got {sorted(arguments)}", param="arguments")
-        return {"num_blocks": self._kv.reset()}
+    def _refuse_if_asleep(self) -> None:
+        state = self.lifecycle.state
+        if state == "poisoned":
+            raise Unavailable(f"there are no weights: {self.lifecycle.reason}", code="weights_poisoned")
+        if state == "asleep" and not self._holds_while_asleep:
+            tags = " and ".join(self.lifecycle.asleep)
+            raise Unavailable(f"the engine sleeps ({tags})", code="asleep", retry_after_s=_ASLEEP_RETRY_S)
+
+    def _enqueue(self, seq: Sequence) -> None:
+        if seq.request not in self._held:
+            self._scheduler.add(seq)
 
     # ----------------------------------------------------------------------------------------------------------- steps
 
     @property
     def has_work(self) -> bool:
-        """Whether a `step` would do anything: choices are alive, or rows wait to be taken."""
-        return len(self._registry) > 0 or bool(self._rows)
+        """Whether a `step` would do anything: choices are alive that may run, or rows wait to be taken."""
+        return bool(self._rows) or (self.lifecycle.is_serving and len(self._registry) > len(self._held))
+
+    def expire(self) -> None:
+        """Ends what is past its deadline."""
+        for request in self._registry.pop_expired(self._clock()):
+            error = DeadlineExceeded(f"the request's deadline of {request.submit.timeout_s:g} s has passed").info()
+            self._end_all([seq for seq in request.sequences if seq.is_live], FinishReason.ERROR, error)
 
     def take_outputs(self) -> dict[int, StepOutputs]:
         """The rows that need no step: of aborts and refusals since the last one."""
@@ -158,14 +179,11 @@ class EngineCore:
 
         An exception of the executor passes through; the engine is of no use after it.
         """
-        now_s = self._clock()
-        for request in self._registry.pop_expired(now_s):
-            error = DeadlineExceeded(f"the request's deadline of {request.submit.timeout_s:g} s has passed").info()
-            self._end_all([seq for seq in request.sequences if seq.is_live], FinishReason.ERROR, error)
-        plan = self._scheduler.schedule(self._num_steps, now_s)
+        self.expire()
+        plan = self._scheduler.schedule(self._num_steps, self._clock()) if self.lifecycle.is_serving else None
         if plan is not None:
             self._num_steps += 1
-            self._apply(self._executor.execute(plan))
+            self._apply(self.executor.execute(plan))
         return self._rows.take()
 
     def _apply(self, result: StepResult) -> None:
@@ -186,8 +204,7 @@ class EngineCore:
             if slot in errors:
                 continue
             seq = by_slot[slot]
-            seq.append(token_id)
-            reason = seq.finish_reason_now(token_id)
+            reason = seq.append(token_id)
             self._rows.add_token(seq, token_id, reason, now_s, logprobs.get(slot), prompt_logprobs.get(slot))
             self._num_generated_tokens += 1
             if reason is not None:
@@ -220,7 +237,7 @@ class EngineCore:
         for follower in followers:
             if seq.chain is not None:
                 follower.chain = seq.chain.fork(seq.num_prompt_tokens // self.info.block_size)
-            self._scheduler.add(follower)
+            self._enqueue(follower)
 
     def _replace_leader(self, group: PromptGroup) -> None:
         """The leader ended before the prompt was computed: the next one takes over."""
@@ -228,7 +245,7 @@ class EngineCore:
         if group.followers:
             group.leader = group.followers.pop(0)
             self._num_followers -= 1
-            self._scheduler.add(group.leader)
+            self._enqueue(group.leader)
 
     # ---------------------------------------------------------------------------------------------------------- endings
 
@@ -250,7 +267,7 @@ class EngineCore:
         if seq.state is SequenceState.WAITING and not group.is_computed and group.leader is not seq:
             group.followers.remove(seq)
             self._num_followers -= 1
-        else:
+        elif seq.request not in self._held:
             self._scheduler.remove(seq, is_faulty=is_faulty)
         seq.move(SequenceState.FINISHED)
         seq.finish_reason = reason
@@ -259,7 +276,71 @@ class EngineCore:
         request = seq.request
         request.num_live -= 1
         if request.num_live == 0:
+            self._held.pop(request, None)
             self._registry.remove(request)
+
+    # ------------------------------------------------------------------------------------------ for control operations
+
+    def change_lifecycle(self, **changes: Any) -> None:
+        """New facts about weights and memory; tells all, and lets held requests go if they can run."""
+        before, self.lifecycle = self.lifecycle, msgspec.structs.replace(self.lifecycle, **changes)
+        if self.lifecycle.is_serving:
+            self.release()
+        else:
+            self.hold()
+        self._rows.version = self.lifecycle.version
+        if self.lifecycle != before:
+            self.on_lifecycle(self.lifecycle)
+
+    def hold(self) -> None:
+        """Requests that come from now on wait until `release`."""
+        self._is_holding = True
+
+    def release(self) -> None:
+        """Held requests go on as if they had just come, if the engine can serve at all."""
+        if not self.lifecycle.is_serving:
+            return
+        self._is_holding = False
+        held, self._held = self._held, {}
+        for request in held:
+            for seq in request.sequences:
+                if seq.is_live and seq.group.leader is seq:
+                    self._scheduler.add(seq)
+
+    @property
+    def num_active(self) -> int:
+        """Live choices that are not held."""
+        return sum(request.num_live for request in self._registry if request not in self._held)
+
+    def active_names(self, most: int) -> list[str]:
+        """Public ids of the first of them."""
+        active = (request.submit.public_id for request in self._registry if request not in self._held)
+        return list(itertools.islice(active, most))
+
+    def abort_all(self, reason: str) -> int:
+        """Ends every choice with what it has, held ones too; returns how many there were."""
+        return sum(self._abort_request(request, reason) for request in list(self._registry))
+
+    def fail_all(self, message: str, code: str) -> None:
+        """Ends every choice with an error: it could not go on."""
+        error = Unavailable(message, code=code).info()
+        for request in list(self._registry):
+            self._end_all([seq for seq in request.sequences if seq.is_live], FinishReason.ERROR, error)
+
+    def reset_prefix_cache(self) -> int:
+        """Forgets cached prefixes; returns how many blocks they had. Sequences that run keep what they hold."""
+        return self._kv.reset()
+
+    def drop_kv(self) -> None:
+        """The KV memory is about to go: whoever has computed something will compute it again."""
+        self._scheduler.preempt_all()
+        self._kv.reset()
+
+    def adopt_weights(self, version: str, *, keep_kv: bool) -> None:
+        """The executor has other weights. Prompts under way start again, and with `keep_kv` nobody else."""
+        self._scheduler.preempt_all(prefills_only=keep_kv)
+        self._kv.set_weights_epoch(self._kv.weights_epoch + 1)
+        self.change_lifecycle(version=version, epoch=self._kv.weights_epoch)
 
     # ----------------------------------------------------------------------------------------------------------- status
 
@@ -268,7 +349,7 @@ class EngineCore:
         return EngineStats(
             step=self._num_steps,
             num_running=len(self._scheduler.running),
-            num_waiting=self._scheduler.num_queued + self._num_followers,
+            num_waiting=self._scheduler.num_queued + self._num_followers + len(self._held),
             num_queued_tokens=self._scheduler.num_queued_tokens,
             num_free_blocks=self._kv.num_free,
             num_blocks=self._kv.num_blocks,
@@ -286,7 +367,8 @@ class EngineCore:
         live = [seq for request in self._registry for seq in request.sequences if seq.is_live]
         followers = [seq for seq in live if seq in seq.group.followers]
         assert len(followers) == self._num_followers
-        assert len(live) == len(self._scheduler.running) + self._scheduler.num_queued + len(followers)
+        num_held = sum(seq.is_live and seq not in followers for request in self._held for seq in request.sequences)
+        assert len(live) == len(self._scheduler.running) + self._scheduler.num_queued + len(followers) + num_held
         for seq in live:
             group = seq.group
             assert seq.finish_reason is None

@@ -12,9 +12,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+from headrace.config.options import ControlConfig
+from headrace.engine.control import ControlPlane
+from headrace.engine.control.state import EngineState
 from headrace.engine.core import EngineCore
-from headrace.errors import RequestError
 from headrace.transport.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -26,6 +29,7 @@ from headrace.transport.messages import (
     FromEngine,
     Goodbye,
     Hello,
+    Lifecycle,
     StepOutputs,
     Submit,
     ToEngine,
@@ -35,7 +39,7 @@ from headrace.transport.stats import EngineStats
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0  # at least this often, even when idle
-MIN_PUBLISH_S = 0.05  # at most this often while it works
+MIN_PUBLISH_S = 0.2  # at most this often while it works: it costs a tenth of what else a step does in Python
 
 
 class EngineLoop:
@@ -46,8 +50,14 @@ class EngineLoop:
         core: EngineCore,
         emit: Callable[[int, FromEngine], None],
         publish: Callable[[EngineStats], None] | None = None,
+        control: ControlConfig | None = None,
+        weights_path: Path | None = None,
     ) -> None:
+        """`weights_path` is where the weights were loaded from, and can be again after a sleep."""
         self._core = core
+        core.on_lifecycle = self._tell_all
+        state = EngineState(core, control or ControlConfig(), weights_path, self.wake)
+        self._control = ControlPlane(state, self._emit_answer)
         self._emit = emit
         self._publish = publish
         self._inbox: queue.SimpleQueue[tuple[int, ToEngine] | None] = queue.SimpleQueue()
@@ -58,6 +68,10 @@ class EngineLoop:
     def post(self, client: int, message: ToEngine) -> None:
         """Hands a message to the engine; never blocks."""
         self._inbox.put((client, message))
+
+    def wake(self) -> None:
+        """Makes the engine look around: something that it waits for has happened. From any thread."""
+        self._inbox.put(None)
 
     def stop(self) -> None:
         """Makes `run` return after the step under way; what is alive then ends with ABORT. Idempotent."""
@@ -75,6 +89,9 @@ class EngineLoop:
                 had_work = self._core.has_work
                 if had_work:
                     self._emit_outputs(self._core.step())
+                else:
+                    self._core.expire()
+                self._control.advance()  # after the step: it may have been the one that an operation waited for
                 self._publish_if_due(had_work)
             while not self._inbox.empty():
                 self._receive()
@@ -113,7 +130,7 @@ class EngineLoop:
             self._emit_outputs(self._core.take_outputs())  # the choices' last rows, ahead of the answer
             self._emit(client, AbortDone(message.call_id, num_aborted))
         elif isinstance(message, Control):
-            self._emit(client, self._control(message))
+            self._control.handle(client, message)
         elif isinstance(message, Hello):
             self._greet(client, message)
         elif isinstance(message, Goodbye):
@@ -128,19 +145,25 @@ class EngineLoop:
         if hello.protocol != PROTOCOL_VERSION:
             logger.warning("front end %d speaks protocol %d, not %d", client, hello.protocol, PROTOCOL_VERSION)
         self._clients[client] = hello.incarnation
-        self._emit(client, EngineReady(self._core.info))
-
-    def _control(self, message: Control) -> ControlDone:
-        try:
-            return ControlDone(message.call_id, result=self._core.control(message.operation, message.arguments))
-        except RequestError as error:
-            return ControlDone(message.call_id, error=error.info())
+        self._emit(client, EngineReady(self._core.info, lifecycle=self._core.lifecycle))
 
     # --------------------------------------------------------------------------------------------------------- outwards
 
     def _emit_outputs(self, outputs: dict[int, StepOutputs]) -> None:
         for client, rows in outputs.items():
             self._emit(client, rows)
+
+    def _emit_answer(self, client: int, answer: ControlDone) -> None:
+        """After the rows that the operation has made: whoever was ended hears of it first."""
+        self._emit_outputs(self._core.take_outputs())
+        if client in self._clients:
+            self._emit(client, answer)
+
+    def _tell_all(self, lifecycle: Lifecycle) -> None:
+        self._published_s = 0.0
+        self._emit_outputs(self._core.take_outputs())
+        for client in self._clients:
+            self._emit(client, lifecycle)
 
     def _publish_if_due(self, had_work: bool) -> None:
         """Heartbeats while idle, more often while working, and at once when the work ends."""

@@ -15,9 +15,10 @@ from headrace.types import FinishReason, LogprobRows, RequestId
 
 
 class OutputRows:
-    """Rows since the last `take`."""
+    """Rows since the last `take`. `version` is that of the weights; a choice hears of it when it changes."""
 
-    def __init__(self) -> None:
+    def __init__(self, version: str) -> None:
+        self.version = version
         self._by_client: dict[int, StepOutputs] = {}
 
     def __bool__(self) -> bool:
@@ -40,8 +41,10 @@ class OutputRows:
         prompt_logprobs: LogprobRows | None,
     ) -> None:
         """The row of a sampled token, the last one of the choice if there is a `reason`."""
-        rows = self._rows(seq.request.client)
-        if logprobs is not None or reason is not None or not seq.is_first_row_sent:
+        request = seq.request
+        rows = self._rows(request.client)
+        has_new_version = seq.told_version != self.version
+        if logprobs is not None or reason is not None or has_new_version or not seq.is_first_row_sent:
             stop_id = token_id if reason is FinishReason.STOP else None
             detail = RowDetail(
                 row=len(rows.choices),
@@ -49,9 +52,11 @@ class OutputRows:
                 prompt_logprobs=prompt_logprobs,
                 stop_token_id=stop_id,
                 num_preemptions=seq.num_preemptions,
+                weights_version=self.version if has_new_version else None,
             )
+            seq.told_version = self.version
             rows.details.append(_with_first(seq, detail, now_s))
-        rows.request_ids.append(seq.request.request_id)
+        rows.request_ids.append(request.request_id)
         rows.choices.append(seq.choice)
         rows.num_tokens.append(1)
         rows.token_ids.append(token_id)

@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
         return 1
     log_start(core.info, launch.config.engine.model.backend)
     try:
-        return run(core, endpoint, board, watch)
+        return run(core, endpoint, board, watch, launch)
     finally:
         executor.close()
 
@@ -60,7 +60,14 @@ def build_core(launch: Launch) -> tuple[Executor, EngineCore]:
         executor = create_mock_executor(config.model, server.mock_step_delay)
     else:
         executor = create_executor(config.model, Path(launch.model_path))
-    return executor, EngineCore(executor, config.cache, config.scheduler, config.model.max_model_len)
+    core = EngineCore(
+        executor,
+        config.cache,
+        config.scheduler,
+        config.model.max_model_len,
+        holds_while_asleep=config.control.requests_while_asleep == "wait",
+    )
+    return executor, core
 
 
 def log_start(info: EngineInfo, asked_backend: str) -> None:
@@ -80,7 +87,7 @@ def log_start(info: EngineInfo, asked_backend: str) -> None:
         )
 
 
-def run(core: EngineCore, endpoint: EngineEndpoint, board: StatusBoard, watch: ParentWatch) -> int:
+def run(core: EngineCore, endpoint: EngineEndpoint, board: StatusBoard, watch: ParentWatch, launch: Launch) -> int:
     """Serves until the watch says stop (0) or the engine fails (1)."""
     last = EngineStats()
 
@@ -89,7 +96,8 @@ def run(core: EngineCore, endpoint: EngineEndpoint, board: StatusBoard, watch: P
         last = stats
         board.write_engine(EngineState.READY, stats)
 
-    loop = EngineLoop(core, endpoint.emit, publish)
+    path = None if launch.model_path is None else Path(launch.model_path)
+    loop = EngineLoop(core, endpoint.emit, publish, launch.config.engine.control, path)
     watch.on_stop = loop.stop
     gc.collect()
     gc.freeze()  # the model and the modules live as long as the process: no collection walks them

@@ -115,6 +115,7 @@ class Sequence:
         "slot",
         "state",
         "table",
+        "told_version",
     )
 
     def __init__(
@@ -147,6 +148,7 @@ class Sequence:
         self.num_prompt_logprobs = 0  # rows that were sent already
         self.first_scheduled_s: float | None = None
         self.is_first_row_sent = False
+        self.told_version: str | None = None  # of the weights, as its client knows it
 
     def __repr__(self) -> str:
         request = self.request
@@ -160,9 +162,13 @@ class Sequence:
         assert state in _NEXT[self.state], f"{self!r} cannot become {state.value}"
         self.state = state
 
-    def append(self, token_id: int) -> None:
+    def append(self, token_id: int) -> FinishReason | None:
+        """Takes a sampled token; says whether it ends the sequence."""
         self.output.append(token_id)
         self.num_tokens += 1
+        if token_id in self.request.stop_ids and len(self.output) > self.params.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.num_tokens >= self.max_total_tokens else None
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Token ids [start, stop) of the prompt and the output behind it."""
@@ -183,11 +189,3 @@ class Sequence:
         if self.params.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt_tokens - 1:
             return self.num_prompt_logprobs
         return self.num_tokens - 1
-
-    def finish_reason_now(self, token_id: int) -> FinishReason | None:
-        """Whether the token that was just appended ends it."""
-        if token_id in self.request.stop_ids and len(self.output) > self.params.min_tokens:
-            return FinishReason.STOP
-        if self.num_tokens >= self.max_total_tokens:
-            return FinishReason.LENGTH
-        return None

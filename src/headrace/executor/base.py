@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from headrace.transport.plan import StepPlan, StepResult
+from headrace.weights.tensor import CheckpointTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +26,33 @@ class ModelInfo:
     weights_version: str = "0"
 
 
+class Stage(Protocol):
+    """New weights on their way in (models/stage.py). Used by one thread at a time, any. Raises InvalidRequest."""
+
+    num_bytes: int
+
+    @property
+    def num_tensors(self) -> int: ...
+
+    def add_path(self, path: Path) -> None:
+        """All tensors of a folder or file."""
+        ...
+
+    def add(self, tensors: Mapping[str, CheckpointTensor]) -> None:
+        """Tensors by their checkpoint names, all or none. Their memory may go after the call."""
+        ...
+
+    def add_sparse(self, name: str, indices: np.ndarray, values: np.ndarray, checksum: str | None = None) -> None:
+        """New values at flat places of a tensor; in a delta alone. `checksum` is that of the result, in float32."""
+        ...
+
+    def missing(self) -> list[str]:
+        """Names that must still come."""
+        ...
+
+
 class Executor(Protocol):
-    """Runs step plans in order on one or more ranks. Used by one thread."""
+    """Runs step plans in order on one or more ranks. Used by one thread, where nothing else is said."""
 
     @property
     def info(self) -> ModelInfo:
@@ -38,3 +68,46 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None: ...
+
+    # ------------------------------------------------------------------ weights and memory, between steps
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of a set of weights in memory."""
+        ...
+
+    def open_stage(self, *, is_delta: bool) -> Stage:
+        """A place for a new set of weights; the old one is not touched."""
+        ...
+
+    def finish(self, stage: Stage) -> None:
+        """Makes a stage ready to serve, while steps run. Any thread. Raises InvalidRequest if tensors are missing."""
+        ...
+
+    def swap(self, stage: Stage) -> None:
+        """The next step computes with a stage's weights; the old ones are given back."""
+        ...
+
+    def drop_weights(self) -> None:
+        """Gives the memory of the weights back; no step may come before a `swap`. Idempotent."""
+        ...
+
+    def weight_names(self) -> list[str]:
+        """Of the tensors in use, as their source calls them; empty after `drop_weights`."""
+        ...
+
+    def read_weight(self, name: str) -> np.ndarray:
+        """A tensor as it is used, float32 in the checkpoint's shape. Any thread. Raises NotFound."""
+        ...
+
+    def differing(self, stage: Stage) -> list[str]:
+        """Names of tensors in use that differ from those of a stage that is complete. Any thread."""
+        ...
+
+    def free_kv(self) -> None:
+        """Gives the KV memory back with all that it holds; no step may come before `restore_kv`. Idempotent."""
+        ...
+
+    def restore_kv(self) -> None:
+        """KV memory again, with nothing in it. Idempotent."""
+        ...

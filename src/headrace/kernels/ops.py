@@ -19,6 +19,8 @@ Tensor = Any
 """A backend's own handle of an activation, [T, ...] float."""
 Packed = Any
 """A backend's own handle of a weight."""
+Formats = tuple[str, ...]
+"""Number formats of a handle's parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class StepInputs:
     kv_slots_T: np.ndarray  # int64, where the token's K and V go: block id * block size + offset
     query_starts: np.ndarray  # int32 [S + 1]
     context_lens_S: np.ndarray  # int32, tokens of the sequence after this step
-    block_tables_SB: np.ndarray  # int32, block ids, padded with 0
+    block_tables_SB: np.ndarray  # int32, block ids; behind a sequence's own stands anything
     logit_rows_R: np.ndarray  # int32, indices into T
 
 
@@ -122,20 +124,56 @@ class KVSpec:
         return 2 * self.num_layers * self.num_kv_heads
 
 
-class Backend(Protocol):
-    """Gives the ops a meaning, owns packed weights and KV memory. Used by one thread."""
+class Packer(Protocol):
+    """Packs one set of weights into memory of its own. Used by one thread, which need not be the backend's.
 
-    name: str
+    A part is a checkpoint tensor or a part of another handle of the same backend, which is taken over as it is.
+    `formats` are those of the handle that is replaced, one per part: float tensors are rounded to them.
+    """
 
-    def pack_linear(self, parts: list[Any], bias: list[Any] | None = None) -> Packed:
-        """Stacks checkpoint tensors of shape [out_i, in] along `out` into one weight (bias parts likewise)."""
+    def pack_linear(self, parts: list[Any], bias: list[Any] | None = None, formats: Formats = ()) -> Packed:
+        """Stacks parts of shape [out_i, in] along `out` into one weight (bias parts likewise)."""
         ...
 
-    def pack_table(self, tensor: Any) -> Packed:
+    def pack_table(self, tensor: Any, formats: Formats = ()) -> Packed:
         """An embedding table [V, D]; the same handle also serves `linear` (a tied head)."""
         ...
 
     def pack_vector(self, tensor: Any) -> Packed: ...
+
+
+class Backend(Protocol):
+    """Gives the ops a meaning, owns packed weights and KV memory. Used by one thread, where nothing else is said."""
+
+    name: str
+
+    def packer(self) -> Packer:
+        """For a new set of weights, beside those that are in use."""
+        ...
+
+    def formats(self, packed: Packed) -> Formats:
+        """How the parts of a handle are stored; empty where everything is float32."""
+        ...
+
+    def parts(self, packed: Packed) -> tuple[list[Any], list[Any] | None]:
+        """The parts of a handle and their biases, for a packer or `unpack`. Any thread."""
+        ...
+
+    def unpack(self, part: Any) -> np.ndarray:
+        """What a part stands for, as float32 of the tensor's shape. Any thread."""
+        ...
+
+    def prepare(self, model: Model) -> None:
+        """Does ahead what the first step of a model would have to do. Any thread, while steps of another model run."""
+        ...
+
+    def forget(self) -> None:
+        """Lets go of the model that ran last."""
+        ...
+
+    def free_kv(self) -> None:
+        """Gives the KV memory back; `allocate_kv` comes before the next step."""
+        ...
 
     def kv_bytes_per_token(self, spec: KVSpec) -> int:
         """KV memory of one token over all layers, scales included."""

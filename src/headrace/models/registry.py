@@ -1,9 +1,12 @@
-"""Which config mapper and which name map a checkpoint needs. A new model is one line here (docs/adding-a-model.md)."""
+"""Which config mapper and which name map a checkpoint needs. A new model is one line here (docs/adding-a-model.md).
+
+A family of GGUF files also says how transformers lays the same model out: trainers send tensors in that form.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.errors import CheckpointError
 from headrace.models import from_gguf, from_hf
@@ -11,6 +14,7 @@ from headrace.models.config import DecoderConfig
 from headrace.models.names.base import NameMap
 from headrace.models.names.gguf import GGUF
 from headrace.models.names.hf import GEMMA3, LLAMA
+from headrace.models.units import Layout
 from headrace.weights.checkpoint import Checkpoint
 
 
@@ -20,6 +24,21 @@ class Family:
 
     make_config: Callable[[Checkpoint], DecoderConfig]
     names: NameMap
+    as_transformers: Callable[[DecoderConfig], Layout] | None = None
+
+
+def _llama(config: DecoderConfig) -> Layout:
+    """llama.cpp reorders the rows of Q and K so that the two numbers of a rotated pair are neighbours."""
+    return Layout(replace(config, rope=replace(config.rope, is_interleaved=False)), LLAMA)
+
+
+def _gemma3(config: DecoderConfig) -> Layout:
+    """llama.cpp stores norm weights with the 1 added that transformers adds while it computes."""
+    return Layout(replace(config, norm_offset=1.0), GEMMA3)
+
+
+def _same(config: DecoderConfig) -> Layout:
+    return Layout(config, LLAMA)
 
 
 FAMILIES: Mapping[str, Mapping[str, Family]] = {
@@ -33,11 +52,11 @@ FAMILIES: Mapping[str, Mapping[str, Family]] = {
         "ernie4_5": Family(from_hf.ernie4_5, LLAMA),
     },
     "gguf": {
-        "llama": Family(from_gguf.llama, GGUF),
-        "qwen2": Family(from_gguf.qwen2, GGUF),
-        "qwen3": Family(from_gguf.qwen3, GGUF),
-        "gemma3": Family(from_gguf.gemma3, GGUF),
-        "ernie4_5": Family(from_gguf.ernie4_5, GGUF),
+        "llama": Family(from_gguf.llama, GGUF, _llama),
+        "qwen2": Family(from_gguf.qwen2, GGUF, _same),
+        "qwen3": Family(from_gguf.qwen3, GGUF, _same),
+        "gemma3": Family(from_gguf.gemma3, GGUF, _gemma3),
+        "ernie4_5": Family(from_gguf.ernie4_5, GGUF, _same),
     },
 }
 

@@ -1,34 +1,40 @@
 """The persistent batch: what a worker remembers of every running sequence between steps, by slot.
 
 `model_runner.py` owns one. It applies a plan's differences, turns rows of the plan into the arrays of `StepInputs`,
-and appends the tokens that were sampled. Nearly all of it is columns over slots: a decode step costs a handful of
-numpy calls whatever the number of sequences. It knows nothing of why a sequence comes or leaves.
+and appends the tokens that were sampled. Between two decodes the kernels empty the caches, so each different function
+that numpy runs here costs far more than its handful of numbers: what is read in every step are plain lists and ints.
+It knows nothing of why a sequence comes or leaves.
 
-    token_ids[slot]     |---- computed: KV in the blocks ----|-- known, not computed --|   free   |
-                        0                       num_computed              num_tokens
+    token_ids[slot]     |---- computed: KV in the blocks ----|-- known, not computed --|
+                        0                       num_computed                        len
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 
 from headrace.kernels.ops import StepInputs
+from headrace.runner.block_tables import BlockTables
 from headrace.runner.edits import LogitEdits
-from headrace.runner.random import SEED_MASK
-from headrace.runner.sampler import SamplingRows
+from headrace.runner.sampler import GREEDY_BELOW, SamplingRows
 from headrace.transport.plan import NewSequence, StepPlan
 from headrace.types import SamplingParams
 
 
 @dataclass(slots=True)
 class SlotState:
-    """What of a sequence is not a column: it varies in length, or few sequences have it."""
+    """A sequence, as its worker knows it."""
 
     params: SamplingParams
+    seed: int
     num_prompt_tokens: int
+    token_ids: array[int]  # int32
+    num_computed: int
+    block_ids: list[int]
     edits: LogitEdits | None
     num_prompt_logprobs: int  # rows delivered so far
 
@@ -42,9 +48,10 @@ class SlotState:
 class Rows:
     """Rows of a plan that one forward pass computes."""
 
-    slots: np.ndarray  # int64 [S]
-    num_tokens: np.ndarray  # int64 [S]
-    samples: np.ndarray  # bool [S]
+    slots: list[int]
+    states: list[SlotState]
+    num_tokens: list[int]
+    samples: list[bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,21 +81,14 @@ class PersistentBatch:
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._vocab_size = vocab_size
+        self._max_tokens = max_tokens
         self._eos_token_ids = tuple(eos_token_ids)
-        # Never zeroed: the system backs only the pages that sequences really fill.
-        self._token_ids = np.empty((max_num_seqs, max_tokens + 1), np.int32)
-        self._block_tables = np.zeros((max_num_seqs, -(-max_tokens // block_size) + 1), np.int32)
-        self._num_tokens = np.zeros(max_num_seqs, np.int64)
-        self._num_computed = np.zeros(max_num_seqs, np.int64)
-        self._table_lens = np.zeros(max_num_seqs, np.int64)
-        self._seeds = np.zeros(max_num_seqs, np.uint64)
-        self._temperature = np.ones(max_num_seqs, np.float64)
-        self._top_k = np.zeros(max_num_seqs, np.int64)
-        self._top_p = np.ones(max_num_seqs, np.float64)
-        self._min_p = np.zeros(max_num_seqs, np.float64)
+        self._block_tables = BlockTables(max_num_seqs, -(-max_tokens // block_size) + 1)
         self._states: list[SlotState | None] = [None] * max_num_seqs
-        self._edited: set[int] = set()
-        self._scored: set[int] = set()  # slots that want prompt log probabilities
+        # Slots that want more than the most likely token; a step without any skips what they need.
+        self._sampled: set[int] = set()
+        self._reporting: set[int] = set()  # log probabilities
+        self._scored: set[int] = set()  # prompt log probabilities
 
     # ------------------------------------------------------------------------------------------------ differences
 
@@ -105,42 +105,43 @@ class PersistentBatch:
     def _release(self, slot: int) -> None:
         assert self._states[slot] is not None, f"slot {slot} is released but free"
         self._states[slot] = None
-        self._edited.discard(slot)
-        self._scored.discard(slot)
+        for slots in (self._sampled, self._reporting, self._scored):
+            slots.discard(slot)
 
     def _enter(self, new: NewSequence) -> None:
         slot, params, num_tokens = new.slot, new.params, len(new.token_ids)
         assert self._states[slot] is None, f"slot {slot} is given away but in use"
-        assert 0 < new.num_prompt_tokens <= num_tokens < self._token_ids.shape[1]
+        assert 0 < new.num_prompt_tokens <= num_tokens <= self._max_tokens
         assert 0 <= new.num_computed_tokens < num_tokens, "the last token must be computed to sample the next"
-        token_ids = self._token_ids[slot, :num_tokens]
-        token_ids[:] = new.token_ids
-        assert ((token_ids >= 0) & (token_ids < self._vocab_size)).all(), "token ids are checked at submit"
-        self._num_tokens[slot] = num_tokens
-        self._num_computed[slot] = new.num_computed_tokens
-        self._table_lens[slot] = 0
+        assert 0 <= min(new.token_ids) <= max(new.token_ids) < self._vocab_size, "token ids are checked at submit"
+        self._states[slot] = state = SlotState(
+            params=params,
+            seed=new.seed,
+            num_prompt_tokens=new.num_prompt_tokens,
+            token_ids=array("i", new.token_ids),
+            num_computed=new.num_computed_tokens,
+            block_ids=[],
+            edits=None,
+            num_prompt_logprobs=new.num_prompt_logprobs,
+        )
         self._append_blocks(slot, new.block_ids)
-        self._seeds[slot] = new.seed & SEED_MASK
-        self._temperature[slot] = params.temperature
-        self._top_k[slot] = max(params.top_k, 0)
-        self._top_p[slot] = params.top_p
-        self._min_p[slot] = params.min_p
-        edits = None
         if LogitEdits.needed(params):
-            edits = LogitEdits(params, token_ids, new.num_prompt_tokens, self._vocab_size, self._eos_token_ids)
-            self._edited.add(slot)
-        self._states[slot] = state = SlotState(params, new.num_prompt_tokens, edits, new.num_prompt_logprobs)
+            known = self.token_ids(slot)
+            state.edits = LogitEdits(params, known, new.num_prompt_tokens, self._vocab_size, self._eos_token_ids)
+        if state.edits is not None or params.temperature >= GREEDY_BELOW:
+            self._sampled.add(slot)
+        if params.logprobs is not None:
+            self._reporting.add(slot)
         if state.wants_prompt_logprobs:
             assert new.num_computed_tokens <= new.num_prompt_logprobs, "cached positions cannot be scored"
             self._scored.add(slot)
 
     def _append_blocks(self, slot: int, block_ids: list[int]) -> None:
-        start = int(self._table_lens[slot])
-        stop = start + len(block_ids)
-        assert stop <= self._block_tables.shape[1], f"slot {slot} has more blocks than its longest text needs"
+        known = self.state(slot).block_ids
+        assert len(known) + len(block_ids) <= self._block_tables.max_blocks, "more blocks than the longest text needs"
         assert all(0 <= block_id < self._num_blocks for block_id in block_ids)
-        self._block_tables[slot, start:stop] = block_ids
-        self._table_lens[slot] = stop
+        self._block_tables.write(slot, len(known), block_ids)
+        known.extend(block_ids)
 
     # ----------------------------------------------------------------------------------------------------- reading
 
@@ -150,11 +151,21 @@ class PersistentBatch:
         return state
 
     def token_ids(self, slot: int) -> np.ndarray:
-        """A view: all tokens of a sequence so far."""
-        return self._token_ids[slot, : self._num_tokens[slot]]
+        """A copy: all tokens of a sequence so far."""
+        return np.array(self.state(slot).token_ids, np.int32)
 
     def num_computed(self, slot: int) -> int:
-        return int(self._num_computed[slot])
+        return self.state(slot).num_computed
+
+    @property
+    def sampled_slots(self) -> set[int]:
+        """Slots whose next token may be another than the model's most likely one."""
+        return self._sampled
+
+    @property
+    def reporting_slots(self) -> set[int]:
+        """Slots that want the log probabilities of their tokens."""
+        return self._reporting
 
     @property
     def scored_slots(self) -> set[int]:
@@ -163,101 +174,98 @@ class PersistentBatch:
 
     def rows(self, plan: StepPlan) -> Rows:
         """The plan's rows, checked against what the slots hold."""
-        slots = np.array(plan.slots, np.int64)
-        num_tokens = np.array(plan.num_tokens, np.int64)
-        samples = np.array(plan.samples, np.bool_)
-        assert slots.shape == num_tokens.shape == samples.shape
-        assert all(self._states[slot] is not None for slot in plan.slots), "a free slot is scheduled"
         assert len(set(plan.slots)) == len(plan.slots), "a slot is scheduled twice"
-        ends = self._num_computed[slots] + num_tokens
-        known = self._num_tokens[slots]
-        assert (num_tokens > 0).all()
-        assert (ends <= known).all(), "more tokens are scheduled than are known"
-        assert (ends[samples] == known[samples]).all(), "a token is sampled before all known ones are computed"
-        assert (ends <= self._table_lens[slots] * self._block_size).all(), "tokens are scheduled without blocks"
-        return Rows(slots, num_tokens, samples)
+        states: list[SlotState] = []
+        for slot, num_tokens, samples in zip(plan.slots, plan.num_tokens, plan.samples, strict=True):
+            state = self._states[slot]
+            assert state is not None, "a free slot is scheduled"
+            end, known = state.num_computed + num_tokens, len(state.token_ids)
+            assert num_tokens > 0
+            assert end <= known, "more tokens are scheduled than are known"
+            assert end == known or not samples, "a token is sampled before all known ones are computed"
+            assert end <= len(state.block_ids) * self._block_size, "tokens are scheduled without blocks"
+            states.append(state)
+        return Rows(plan.slots, states, plan.num_tokens, plan.samples)
 
     def inputs(self, rows: Rows) -> tuple[StepInputs, list[PromptRows]]:
         """One pass as arrays. The sampling rows' logits come first, in the order of `rows`, then those of prompts."""
-        slots, starts = rows.slots, self._num_computed[rows.slots]
-        context_lens = starts + rows.num_tokens
-        query_starts = np.zeros(slots.shape[0] + 1, np.int64)
-        np.cumsum(rows.num_tokens, out=query_starts[1:])
-        if query_starts[-1] == slots.shape[0]:  # one token each: no need to spread slots over tokens
-            slots_T, positions = slots, starts
-        else:
-            slots_T = np.repeat(slots, rows.num_tokens)
-            positions = np.arange(query_starts[-1]) - np.repeat(query_starts[:-1] - starts, rows.num_tokens)
-        block, offset = np.divmod(positions, self._block_size)
-        logit_rows = query_starts[1:][rows.samples] - 1
-        prompt_rows: list[PromptRows] = []
-        if self._scored:
-            prompt_rows, more = self._prompt_rows(rows, starts, query_starts, logit_rows.shape[0])
-            logit_rows = np.concatenate((logit_rows, more))
-        width = -(-int(context_lens.max()) // self._block_size)
+        size = self._block_size
+        token_ids: list[int] = []
+        positions: list[int] = []
+        kv_slots: list[int] = []
+        query_starts = [0]
+        context_lens: list[int] = []
+        for state, num_tokens in zip(rows.states, rows.num_tokens, strict=True):
+            start, block_ids = state.num_computed, state.block_ids
+            end = start + num_tokens
+            if num_tokens == 1:
+                token_ids.append(state.token_ids[start])
+                positions.append(start)
+                kv_slots.append(block_ids[start // size] * size + start % size)
+            else:
+                token_ids.extend(state.token_ids[start:end])
+                positions.extend(range(start, end))
+                kv_slots.extend([block_ids[p // size] * size + p % size for p in range(start, end)])
+            query_starts.append(query_starts[-1] + num_tokens)
+            context_lens.append(end)
+        logit_rows = [stop - 1 for stop, samples in zip(query_starts[1:], rows.samples, strict=True) if samples]
+        prompt_rows = self._prompt_rows(rows, query_starts, logit_rows) if self._scored else []
         inputs = StepInputs(
-            token_ids_T=self._token_ids[slots_T, positions],
-            positions_T=positions.astype(np.int32),
-            kv_slots_T=self._block_tables[slots_T, block].astype(np.int64) * self._block_size + offset,
-            query_starts=query_starts.astype(np.int32),
-            context_lens_S=context_lens.astype(np.int32),
-            block_tables_SB=self._block_tables[slots, :width],
-            logit_rows_R=logit_rows.astype(np.int32),
+            token_ids_T=np.array(token_ids, np.int32),
+            positions_T=np.array(positions, np.int32),
+            kv_slots_T=np.array(kv_slots, np.int64),
+            query_starts=np.array(query_starts, np.int32),
+            context_lens_S=np.array(context_lens, np.int32),
+            block_tables_SB=self._block_tables.rows(rows.slots, -(-max(context_lens) // size)),
+            logit_rows_R=np.array(logit_rows, np.int32),
         )
         return inputs, prompt_rows
 
-    def _prompt_rows(
-        self, rows: Rows, starts: np.ndarray, query_starts: np.ndarray, first_row: int
-    ) -> tuple[list[PromptRows], np.ndarray]:
-        """The logits at position p - 1 score prompt token p; those that an earlier life delivered are left out."""
+    def _prompt_rows(self, rows: Rows, query_starts: list[int], logit_rows: list[int]) -> list[PromptRows]:
+        """The logits at position p - 1 score prompt token p; those that an earlier life delivered are left out. Adds
+        what it wants to `logit_rows`."""
         found: list[PromptRows] = []
-        indices: list[np.ndarray] = [np.empty(0, np.int64)]
-        for i, slot in enumerate(rows.slots.tolist()):
+        for slot, state, num_tokens, first_index in zip(
+            rows.slots, rows.states, rows.num_tokens, query_starts[:-1], strict=True
+        ):
             if slot not in self._scored:
                 continue
-            state = self.state(slot)
-            start = int(starts[i])
+            start = state.num_computed
             first = max(start, state.num_prompt_logprobs)
-            stop = min(start + int(rows.num_tokens[i]), state.num_prompt_tokens - 1)
+            stop = min(start + num_tokens, state.num_prompt_tokens - 1)
             if first < stop:
-                found.append(PromptRows(slot, first_row, stop - first, first + 1))
-                indices.append(np.arange(first, stop) + (int(query_starts[i]) - start))
-                first_row += stop - first
-        return found, np.concatenate(indices)
+                found.append(PromptRows(slot, len(logit_rows), stop - first, first + 1))
+                logit_rows.extend(range(first_index + first - start, first_index + stop - start))
+        return found
 
-    def sampling_rows(self, slots: np.ndarray) -> SamplingRows:
+    def sampling_rows(self, slots: list[int]) -> SamplingRows:
         """How these slots sample their next token."""
-        edits = {}
-        if self._edited:
-            for i, slot in enumerate(slots.tolist()):
-                state = self.state(slot)
-                if state.edits is not None:
-                    edits[i] = (state.edits, self.token_ids(slot))
+        states = [self.state(slot) for slot in slots]
         return SamplingRows(
-            temperature=self._temperature[slots],
-            top_k=self._top_k[slots],
-            top_p=self._top_p[slots],
-            min_p=self._min_p[slots],
-            seeds=self._seeds[slots],
-            positions=self._num_tokens[slots],
-            edits=edits,
+            params=[state.params for state in states],
+            seeds=[state.seed for state in states],
+            positions=[len(state.token_ids) for state in states],
+            edits={
+                i: (state.edits, self.token_ids(slot))
+                for i, (slot, state) in enumerate(zip(slots, states, strict=True))
+                if state.edits is not None
+            },
         )
 
     # ---------------------------------------------------------------------------------------------------- progress
 
     def advance(self, rows: Rows) -> None:
         """The pass has computed these rows."""
-        self._num_computed[rows.slots] += rows.num_tokens
+        for state, num_tokens in zip(rows.states, rows.num_tokens, strict=True):
+            state.num_computed += num_tokens
 
-    def append(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
+    def append(self, slots: list[int], token_ids: list[int]) -> None:
         """Each of these slots got one more token."""
-        self._token_ids[slots, self._num_tokens[slots]] = token_ids
-        self._num_tokens[slots] += 1
-        if self._edited:
-            for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
-                edits = self.state(slot).edits
-                if edits is not None:
-                    edits.append(token_id)
+        for slot, token_id in zip(slots, token_ids, strict=True):
+            state = self.state(slot)
+            state.token_ids.append(token_id)
+            if state.edits is not None:
+                state.edits.append(token_id)
 
     def delivered(self, slot: int, num_rows: int) -> None:
         """That many more rows of a slot's prompt log probabilities are in a result."""

@@ -8,11 +8,12 @@ and the others go on; whatever raises here is a bug and ends the engine.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headrace.kernels.ops import Backend
+from headrace.kernels.ops import Backend, Model
 from headrace.runner import logprobs, sampler
 from headrace.runner.batch import PersistentBatch, PromptRows, Rows
 from headrace.transport.plan import StepPlan, StepResult
@@ -31,9 +32,11 @@ class ModelRunner:
         self, model: LoadedModel, backend: Backend, *, num_blocks: int, block_size: int, max_num_seqs: int
     ) -> None:
         """Allocates the KV memory."""
-        backend.allocate_kv(model.kv_spec, num_blocks, block_size)
+        self._kv_shape = model.kv_spec, num_blocks, block_size
+        self._has_kv = False
         self._backend = backend
-        self._model = model.decoder
+        self._model: Model | None = model.decoder
+        self.restore_kv()
         self._max_prompt_rows = max(1, _PROMPT_LOGITS_BYTES // (4 * model.vocab_size))
         self._batch = PersistentBatch(
             max_num_seqs=max_num_seqs,
@@ -44,71 +47,97 @@ class ModelRunner:
             eos_token_ids=model.eos_token_ids,
         )
 
+    def use(self, model: Model | None) -> None:
+        """Other weights from the next step on; None lets go of the ones in use."""
+        self._model = model
+
+    def free_kv(self) -> None:
+        """Gives the KV memory back. The batch must hold nothing that was computed."""
+        if self._has_kv:
+            self._backend.free_kv()
+            self._has_kv = False
+
+    def restore_kv(self) -> None:
+        if not self._has_kv:
+            self._backend.allocate_kv(*self._kv_shape)
+            self._has_kv = True
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs one step to its end; blocks. After an exception the runner's state is undefined."""
         self._batch.apply(plan)
         result = StepResult()
         if plan.slots:
-            for rows in self._passes(self._batch.rows(plan)):
-                self._run(rows, result)
+            rows = self._batch.rows(plan)
+            for each in self._passes(rows) if self._batch.scored_slots else (rows,):
+                self._run(each, result)
         return result
 
     def _passes(self, rows: Rows) -> Iterator[Rows]:
         """One pass, nearly always. Long chunks whose every position is scored first compute their front alone."""
-        scored = [i for i, slot in enumerate(rows.slots.tolist()) if slot in self._batch.scored_slots]
+        scored = [i for i, slot in enumerate(rows.slots) if slot in self._batch.scored_slots]
         budget = self._max_prompt_rows
-        if scored and rows.num_tokens[scored].sum() > budget:
+        if scored and sum(rows.num_tokens[i] for i in scored) > budget:
             num_tokens = rows.num_tokens.copy()
             for i in scored:
-                kept = min(int(num_tokens[i]), max(1, budget))
+                kept = min(num_tokens[i], max(1, budget))
                 budget -= kept
                 while num_tokens[i] > kept:
-                    front = min(int(num_tokens[i]) - kept, self._max_prompt_rows)
+                    front = min(num_tokens[i] - kept, self._max_prompt_rows)
                     num_tokens[i] -= front
-                    yield Rows(rows.slots[i : i + 1], np.array([front]), np.array([False]))
-            rows = Rows(rows.slots, num_tokens, rows.samples)
+                    yield Rows(rows.slots[i : i + 1], rows.states[i : i + 1], [front], [False])
+            rows = Rows(rows.slots, rows.states, num_tokens, rows.samples)
         yield rows
 
     def _run(self, rows: Rows, result: StepResult) -> None:
         inputs, prompt_rows = self._batch.inputs(rows)
-        logits = np.ascontiguousarray(self._backend.run(self._model, inputs), np.float32)
+        assert self._model is not None, "the engine makes no step without weights"
+        logits = self._backend.run(self._model, inputs)
         self._batch.advance(rows)
+        if not logits.shape[0]:
+            return
+        best, finite = (column.tolist() for column in self._backend.best_tokens(logits))
         for prompt in prompt_rows:
-            self._score_prompt(prompt, logits, result)
-        slots = rows.slots[rows.samples]
-        if slots.shape[0]:
-            self._sample(slots, logits[: slots.shape[0]], result)
+            self._score_prompt(prompt, logits, finite, result)
+        slots = list(compress(rows.slots, rows.samples))
+        if slots:
+            self._sample(slots, logits, best[: len(slots)], finite[: len(slots)], result)
 
-    def _sample(self, slots: np.ndarray, logits: np.ndarray, result: StepResult) -> None:
-        best, finite = self._backend.best_tokens(logits)
-        token_ids, errors = sampler.sample(logits, self._batch.sampling_rows(slots), best, finite)
-        for row, message in errors.items():
-            result.errors.setdefault(int(slots[row]), message)
+    def _sample(
+        self, slots: list[int], logits: np.ndarray, best: list[int], finite: list[bool], result: StepResult
+    ) -> None:
+        token_ids = best
+        if self._batch.sampled_slots or not all(finite):
+            token_ids, errors = sampler.sample(logits, self._batch.sampling_rows(slots), best, finite)
+            for row, message in errors.items():
+                result.errors.setdefault(slots[row], message)
         if result.errors:
-            good = np.array([slot not in result.errors for slot in slots.tolist()])
-            slots, token_ids, logits = slots[good], token_ids[good], logits[good]
+            good = [slot not in result.errors for slot in slots]
+            logits = logits[: len(slots)][good]
+            slots, token_ids = list(compress(slots, good)), list(compress(token_ids, good))
         self._batch.append(slots, token_ids)
-        result.slots = slots.tolist()
-        result.token_ids = token_ids.tolist()
-        for row, slot in enumerate(result.slots):
+        result.slots = slots
+        result.token_ids = token_ids
+        if not self._batch.reporting_slots:
+            return
+        for row, slot in enumerate(slots):
             num_top = self._batch.state(slot).params.logprobs
             if num_top is not None:
                 each = slice(row, row + 1)
-                result.logprobs[slot] = logprobs.score(logits[each], token_ids[each], num_top)
+                result.logprobs[slot] = logprobs.score(logits[each], np.array(token_ids[each]), num_top)
 
-    def _score_prompt(self, prompt: PromptRows, logits: np.ndarray, result: StepResult) -> None:
+    def _score_prompt(self, prompt: PromptRows, logits: np.ndarray, finite: list[bool], result: StepResult) -> None:
         slot, num_rows = prompt.slot, prompt.num_rows
         if slot in result.errors:
             return
-        chunk = logits[prompt.first_row : prompt.first_row + num_rows]
-        if not self._backend.best_tokens(chunk)[1].all():
+        scored = slice(prompt.first_row, prompt.first_row + num_rows)
+        if not all(finite[scored]):
             result.errors[slot] = sampler.NOT_FINITE
             result.prompt_logprobs.pop(slot, None)
             return
         num_top = self._batch.state(slot).params.prompt_logprobs
         assert num_top is not None
         token_ids = self._batch.token_ids(slot)[prompt.first_token : prompt.first_token + num_rows]
-        rows = logprobs.score(chunk, token_ids, num_top)
+        rows = logprobs.score(logits[scored], token_ids, num_top)
         before = result.prompt_logprobs.get(slot)
         result.prompt_logprobs[slot] = rows if before is None else before + rows
         self._batch.delivered(slot, num_rows)

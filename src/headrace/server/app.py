@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -27,6 +28,7 @@ from headrace.server.keys import KeyRing
 from headrace.server.middleware import REQUEST_ID, BodyLimitMiddleware, RequestMiddleware
 from headrace.server.openapi import install_openapi
 from headrace.server.routes import all_routers
+from headrace.server.spool import remove_stale
 from headrace.server.version import VERSION
 
 LAG_INTERVAL_S = 0.1
@@ -41,6 +43,7 @@ def create_app(
     served_names: tuple[str, ...],
     lifecycle: Lifecycle | None = None,
     front_end: int = 0,
+    runtime_dir: Path | None = None,
 ) -> FastAPI:
     """`served_names`: what requests may call the model, the default first. `front_end` labels the metrics."""
     assert served_names, "a model has a name"
@@ -54,6 +57,7 @@ def create_app(
         keys=KeyRing(config.server.api_key, config.server.admin_key),
         metrics=Metrics(served_names[0], client.status, front_end=front_end),
         sampling_defaults=parse_defaults(config.engine.model.override_generation_config),
+        runtime_dir=runtime_dir,
     )
     app = FastAPI(
         title="Headrace",
@@ -83,6 +87,7 @@ def create_app(
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     context: ServerContext = app.state.context
+    await asyncio.to_thread(remove_stale)
     lag = asyncio.create_task(_observe_lag(context.metrics))
     try:
         yield

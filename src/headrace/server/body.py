@@ -26,15 +26,22 @@ Model = TypeVar("Model", bound=RequestModel)
 async def read_body(request: Request, model: type[Model], *, allow_empty: bool = False) -> Model:
     """Raises InvalidRequest with the path of the first bad field."""
     raw = await request.body()
-    data = {} if allow_empty and not raw.strip() else decode_object(raw)
+    return parse_model(request, model, {} if allow_empty and not raw.strip() else decode_object(raw))
+
+
+def parse_model(
+    request: Request, model: type[Model], data: dict[str, Any], *, prefix: str = "", is_text: bool = False
+) -> Model:
+    """`data` as its model. `prefix` is its path within the body; `is_text`: numbers and the like came as text."""
     for name, advice in model.UNSUPPORTED.items():
         if data.get(name) is not None:
-            raise InvalidRequest(f"{name} is not supported: {advice}", param=name, code="unsupported_field")
+            path = prefix + name
+            raise InvalidRequest(f"{path} is not supported: {advice}", param=path, code="unsupported_field")
     try:
-        parsed = model.model_validate(data)
+        parsed = model.model_validate(data, strict=not is_text)
     except ValidationError as error:
-        raise _first_error(error) from None
-    _report_unknown(request, parsed.unknown_fields())
+        raise _first_error(error, prefix) from None
+    _report_unknown(request, [prefix + name for name in parsed.unknown_fields()])
     return parsed
 
 
@@ -57,11 +64,11 @@ def keep_request_id(request: Request, request_id: str | None) -> str | None:
     return name
 
 
-def _first_error(error: ValidationError) -> InvalidRequest:
+def _first_error(error: ValidationError, prefix: str) -> InvalidRequest:
     first = error.errors(include_url=False, include_context=False)[0]
-    path = ""
+    path = prefix
     for part in first["loc"]:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path != prefix else str(part)
     path = path[:200].encode("ascii", "backslashreplace").decode("ascii")
     if first["type"] == "missing":
         return InvalidRequest(f"{path} is missing.", param=path, code="missing_field")
@@ -80,4 +87,6 @@ def _report_unknown(request: Request, names: list[str]) -> None:
     named = [name[:64].encode("ascii", "backslashreplace").decode("ascii") for name in names[:MAX_NAMED_FIELDS]]
     printable = ("".join(c for c in name if " " < c <= "~" and c != ",") or "?" for name in named)
     more = [f"+{len(names) - MAX_NAMED_FIELDS}"] if len(names) > MAX_NAMED_FIELDS else []
-    request_state(request)["headers"][UNKNOWN_FIELDS] = ",".join([*printable, *more])
+    headers = request_state(request)["headers"]
+    before = [headers[UNKNOWN_FIELDS]] if UNKNOWN_FIELDS in headers else []
+    headers[UNKNOWN_FIELDS] = ",".join([*before, *printable, *more])

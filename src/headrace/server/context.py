@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from starlette.requests import HTTPConnection
@@ -35,6 +36,7 @@ class ServerContext:
     keys: KeyRing
     metrics: Metrics
     sampling_defaults: Mapping[str, Any]
+    runtime_dir: Path | None = None  # the server's private directory; none in tests
     created: int = field(default_factory=lambda: int(time.time()))
 
     def model_name(self, asked: str | None) -> str:

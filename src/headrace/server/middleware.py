@@ -78,7 +78,10 @@ class RequestMiddleware:
 
 
 class BodyLimitMiddleware:
-    """Refuses a body by its declared length, and counts the bytes of one that declares none."""
+    """Refuses a body by its declared length, and counts the bytes of one that declares none, once a route reads it.
+
+    A route that takes larger bodies sets `max_body_bytes` in the request's state before it reads.
+    """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
         self._app = app
@@ -88,23 +91,32 @@ class BodyLimitMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        declared = Headers(scope=scope).get("content-length", "")
-        if declared.isdecimal() and int(declared[:20]) > self._limit:
-            response = error_response(self._too_large(declared[:20]).info(), {"Connection": "close"})
-            await response(scope, receive, send)
-            return
+        state: dict[str, Any] = scope["state"]
+        state["max_body_bytes"] = self._limit
+        text = Headers(scope=scope).get("content-length", "")[:20]
+        declared = int(text) if text.isdecimal() else 0
         num_bytes = 0
 
         async def counted() -> Message:
             nonlocal num_bytes
+            limit: int = state["max_body_bytes"]
+            if declared > limit:
+                raise _too_large(limit, str(declared))
             message = await receive()
             if message["type"] == "http.request":
                 num_bytes += len(message.get("body", b""))
-                if num_bytes > self._limit:
-                    raise self._too_large(f"{num_bytes} so far")
+                if num_bytes > limit:
+                    raise _too_large(limit, f"{num_bytes} so far")
             return message
 
-        await self._app(scope, counted, send)
+        async def closing(message: Message) -> None:
+            """Nobody reads the rest of a body that is too long, so the connection cannot carry another request."""
+            if message["type"] == "http.response.start" and max(declared, num_bytes) > state["max_body_bytes"]:
+                MutableHeaders(scope=message)["Connection"] = "close"
+            await send(message)
 
-    def _too_large(self, given: str) -> RequestTooLarge:
-        return RequestTooLarge(f"The body may have at most {self._limit} bytes, not {given}.")
+        await self._app(scope, counted, closing)
+
+
+def _too_large(limit: int, given: str) -> RequestTooLarge:
+    return RequestTooLarge(f"The body may have at most {limit} bytes, not {given}.")

@@ -5,6 +5,7 @@ Routes pass `**describe(body, reply)` to their decorator; `install_openapi` puts
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -16,7 +17,8 @@ from headrace.server.protocol import replies
 from headrace.server.protocol.chat import ChatCompletionRequest
 from headrace.server.protocol.common import RequestModel
 from headrace.server.protocol.completions import CompletionRequest
-from headrace.server.protocol.control import AbortRequest, EmptyRequest
+from headrace.server.protocol.control import OPERATIONS, EmptyRequest
+from headrace.server.protocol.sources import SOURCES
 from headrace.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 
 BODIES: tuple[type[RequestModel], ...] = (
@@ -24,8 +26,9 @@ BODIES: tuple[type[RequestModel], ...] = (
     CompletionRequest,
     TokenizeRequest,
     DetokenizeRequest,
-    AbortRequest,
     EmptyRequest,
+    *OPERATIONS,
+    *SOURCES.values(),
 )
 REPLIES: tuple[type[msgspec.Struct], ...] = (
     replies.ErrorReply,
@@ -40,14 +43,21 @@ REPLIES: tuple[type[msgspec.Struct], ...] = (
     replies.Load,
     replies.Operation,
     replies.AbortOperation,
+    replies.OperationList,
+    replies.ControlStatus,
 )
 REF = "#/components/schemas/"
 
 
 def describe(
-    body: type[RequestModel] | None, reply: type[msgspec.Struct] | None, *, streams: bool = False
+    body: type[RequestModel] | None,
+    reply: type[msgspec.Struct] | None,
+    *,
+    streams: bool = False,
+    may_run_on: bool = False,
+    other_bodies: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments of a route's decorator."""
+    """Keyword arguments of a route's decorator. `other_bodies`: what bytes of another media type than JSON hold."""
     content: dict[str, Any] = {} if reply is None else {"application/json": _ref(reply.__name__)}
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string", "description": "With stream: true."}}
@@ -55,11 +65,14 @@ def describe(
         200: {"description": "Done.", **({"content": content} if content else {})},
         "default": {"description": "An error.", "content": {"application/json": _ref("ErrorReply")}},
     }
+    if may_run_on:
+        responses[202] = {"description": "With wait: false; it still runs.", "content": content}
     arguments: dict[str, Any] = {"responses": responses, "response_model": None}
     if body is not None:
-        arguments["openapi_extra"] = {
-            "requestBody": {"required": True, "content": {"application/json": _ref(body.__name__)}}
-        }
+        bodies: dict[str, Any] = {"application/json": _ref(body.__name__)}
+        for media_type, text in (other_bodies or {}).items():
+            bodies[media_type] = {"schema": {"type": "string", "format": "binary", "description": text}}
+        arguments["openapi_extra"] = {"requestBody": {"required": True, "content": bodies}}
     return arguments
 
 

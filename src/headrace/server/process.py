@@ -80,6 +80,7 @@ class FrontEnd:
             served_names=launch.served_names,
             lifecycle=Lifecycle(lambda: self._board.is_draining),
             front_end=index,
+            runtime_dir=Path(launch.runtime_dir),
         )
         self._server = _Server(
             uvicorn.Config(

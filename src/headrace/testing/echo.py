@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headrace.executor.base import ModelInfo
+from headrace.testing.echo_weights import EchoWeights
 from headrace.transport.plan import NewSequence, StepPlan, StepResult
 from headrace.types import ALL_LOGPROBS, LogprobRows
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from headrace.runner.batch import PersistentBatch
 
 
-class EchoExecutor:
+class EchoExecutor(EchoWeights):
     """Implements `Executor`."""
 
     def __init__(  # budget: every parameter is a knob of its own for tests
@@ -43,6 +44,7 @@ class EchoExecutor:
     ) -> None:
         """`gate`: a step waits until it is set. `fail_at_step`: the execute call (from 1) that raises RuntimeError.
         `fail_token_id`: a sequence that would sample this token fails alone instead."""
+        super().__init__()
         self._info = ModelInfo(name, vocab_size, max_model_len, eos_token_ids, "echo", kv_bytes_per_token)
         self._step_delay_s = step_delay_s
         self._gate = gate
@@ -73,6 +75,7 @@ class EchoExecutor:
             )
 
     def execute(self, plan: StepPlan) -> StepResult:
+        self.check_can_step()
         self._hold()
         for slot in plan.released:
             assert self._outputs[slot] is not None, f"slot {slot} is released but free"
@@ -176,4 +179,4 @@ def _follow(batch: PersistentBatch, plan: StepPlan, result: StepResult) -> None:
     batch.advance(rows)
     for prompt in prompt_rows:
         batch.delivered(prompt.slot, prompt.num_rows)
-    batch.append(np.array(result.slots, np.int64), np.array(result.token_ids, np.int32))
+    batch.append(result.slots, result.token_ids)

@@ -21,6 +21,7 @@ from headrace.errors import RequestError
 from headrace.processing.tokenizer import Tokenizer
 from headrace.server.app import create_app
 from headrace.testing.bytes import byte_tokenizer
+from headrace.testing.fake_control import FakeControl
 from headrace.transport.messages import EngineInfo, Submit
 from headrace.types import FinishReason, LogprobRows, RequestId
 
@@ -95,7 +96,7 @@ class FakeClient:
     engine_status: EngineStatus = field(default_factory=lambda: EngineStatus(is_ready=True, num_blocks=64))
     streams: list[FakeStream] = field(default_factory=list)
     aborts: list[tuple[Any, Any, str]] = field(default_factory=list)
-    controls: list[str] = field(default_factory=list)
+    controlled: FakeControl = field(default_factory=FakeControl)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -128,8 +129,7 @@ class FakeClient:
     async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
         if self.error is not None:
             raise self.error
-        self.controls.append(operation)
-        return {"num_blocks": 7}
+        return await self.controlled(operation, arguments)
 
     def status(self) -> EngineStatus:
         return self.engine_status

@@ -1,19 +1,25 @@
 """Drives an `EngineCore` in tests, without threads or time, on a `StrictExecutor`.
 
-It checks the engine's invariants after every call and keeps what each choice got. A choice that ends twice, or gets a
+It checks the engine's invariants after every call and keeps what each choice got; `control` runs operations as the
+engine's loop does. A choice that ends twice, or gets a
 row after its end, fails at once. Tests build requests through `submit`, whose defaults make the output's length known.
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from headrace.config.options import CacheConfig, SchedulerConfig
+from headrace.config.options import CacheConfig, ControlConfig, SchedulerConfig
+from headrace.engine.control import ControlPlane
+from headrace.engine.control.state import EngineState
 from headrace.engine.core import EngineCore
+from headrace.errors import FailedRequest
 from headrace.testing.clock import FakeClock
 from headrace.testing.strict import StrictExecutor
-from headrace.transport.messages import Abort, RowDetail, StepOutputs, Submit
+from headrace.transport.messages import Abort, Control, ControlDone, Lifecycle, RowDetail, StepOutputs, Submit
 from headrace.types import FinishReason, RequestId, SamplingParams
 
 Key = tuple[int, int, int]
@@ -64,6 +70,9 @@ class EngineHarness:
         max_model_len: int = 64,
         prefix_caching: bool = True,
         priority_ageing_s: float = 10.0,
+        control: ControlConfig | None = None,
+        weights_path: Path | None = None,
+        holds_while_asleep: bool = False,
         **executor: Any,
     ) -> None:
         self.clock = FakeClock()
@@ -79,10 +88,18 @@ class EngineHarness:
                 priority_ageing_s=priority_ageing_s,
             ),
             clock=self.clock,
+            holds_while_asleep=holds_while_asleep,
         )
         self.records: dict[Key, ChoiceRecord] = {}
+        self.lifecycles: list[Lifecycle] = []
+        self.core.on_lifecycle = self.lifecycles.append
+        self.answers: dict[int, ControlDone] = {}
+        self._woken = threading.Event()
+        self.state = EngineState(self.core, control or ControlConfig(), weights_path, self._woken.set, self.clock)
+        self.plane = ControlPlane(self.state, self._answer, self.clock)
         self.num_conflicts = 0
         self._next_id = 0
+        self._next_call = 1
 
     def submit(
         self,
@@ -136,6 +153,46 @@ class EngineHarness:
                 return
             self.step()
         raise AssertionError(f"not idle after {max_steps} steps: {self.core.stats()}")
+
+    # ------------------------------------------------------------------ control operations
+
+    def start(self, operation: str, **arguments: Any) -> int:
+        """Begins an operation; its answer comes to `answers` under the returned number."""
+        call_id = self._next_call
+        self._next_call += 1
+        self.plane.handle(0, Control(call_id=call_id, operation=operation, arguments=arguments))
+        self.core.check_invariants()
+        return call_id
+
+    def turn(self) -> None:
+        """What the engine's loop does between two looks at its inbox."""
+        if self.core.has_work:
+            self.step()
+        else:
+            self.core.expire()
+            self.record(self.core.take_outputs())
+        self.plane.advance()
+
+    def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        """Runs an operation to its end and returns its first rank's result (a query's own). Raises FailedRequest."""
+        call_id = self.start(operation, **arguments)
+        for _ in range(20_000):
+            if call_id in self.answers:
+                break
+            self._woken.clear()
+            self.turn()
+            if call_id not in self.answers and not self._woken.wait(0.01 if self.core.has_work else 10):
+                assert self.core.has_work, f"{operation} waits for nothing"  # else steps go on beside a thread
+        done = self.answers[call_id]
+        self.record(self.core.take_outputs())
+        if done.error is not None:
+            raise FailedRequest(done.error)
+        assert done.result is not None, "an answer has a result or an error"
+        result: dict[str, Any] = done.result["result"][0] if "result" in done.result else done.result
+        return result
+
+    def _answer(self, client: int, done: ControlDone) -> None:
+        self.answers[done.call_id] = done
 
     def choice(self, request_id: int, choice: int = 0, client: int = 0) -> ChoiceRecord:
         return self.records.setdefault((client, request_id, choice), ChoiceRecord())

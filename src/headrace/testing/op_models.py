@@ -93,7 +93,7 @@ def on_rows(x_TD: np.ndarray, apply: Callable[[Ops, Tensor, Any], Tensor], pack:
     """`apply(ops, x, packed)` over the rows of an array, then the selection of rows that ends every model."""
 
     def build(backend: Backend) -> Forward:
-        table, packed = backend.pack_table(float_tensor(x_TD)), pack(backend)
+        table, packed = backend.packer().pack_table(float_tensor(x_TD)), pack(backend)
         return lambda ops: ops.scale(ops.logit_rows(apply(ops, ops.embed(table), packed)), 1.0)
 
     return build

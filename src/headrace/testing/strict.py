@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from headrace.executor.base import ModelInfo
+from headrace.executor.base import ModelInfo, Stage
+from headrace.testing.echo_weights import EchoWeights
 from headrace.transport.plan import NewSequence, StepPlan, StepResult
 from headrace.types import LogprobRows
 
@@ -47,7 +48,7 @@ class _Slot:
     num_sent: int = 0  # rows of prompt logprobs
 
 
-class StrictExecutor:
+class StrictExecutor(EchoWeights):
     """Implements `Executor`. `fail_token_id`: whoever would sample it fails alone. `plans` keeps every plan."""
 
     def __init__(
@@ -59,6 +60,7 @@ class StrictExecutor:
         fail_token_id: int | None = None,
         max_num_batched_tokens: int | None = None,
     ) -> None:
+        super().__init__()
         self.info = ModelInfo("strict", vocab_size, max_model_len, eos_token_ids, "strict", kv_bytes_per_token=64)
         self.epoch = 0
         self.plans: list[StepPlan] = []
@@ -75,7 +77,16 @@ class StrictExecutor:
     def close(self) -> None:
         self._slots.clear()
 
+    def swap(self, stage: Stage) -> None:
+        super().swap(stage)
+        self.epoch += 1
+
+    def free_kv(self) -> None:
+        super().free_kv()
+        self._kv.clear()
+
     def execute(self, plan: StepPlan) -> StepResult:
+        self.check_can_step()
         assert plan.step == len(self.plans), "steps are numbered without gaps"
         self.plans.append(plan)
         assert self._budget is None or plan.num_batched_tokens <= self._budget, "over the token budget"

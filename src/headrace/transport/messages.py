@@ -61,7 +61,10 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
 
 
 class Control(msgspec.Struct, frozen=True, kw_only=True, tag="control"):
-    """A control operation by name; answered by `ControlDone` after its effect."""
+    """A control operation by name; answered by `ControlDone` after its effect.
+
+    The names and their arguments stand in engine/control/.
+    """
 
     call_id: int
     operation: str
@@ -97,11 +100,32 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_blocks * self.block_size
 
 
+class Lifecycle(msgspec.Struct, frozen=True, kw_only=True, tag="lifecycle"):
+    """What state an engine's weights and memory are in; sent to every front end at each change."""
+
+    state: str = "ready"  # ready, asleep, updating or poisoned
+    reason: str | None = None  # why it is poisoned
+    asleep: tuple[str, ...] = ()  # of weights, kv_cache
+    pause_mode: str | None = None  # abort, wait or keep while paused
+    version: str = "0"  # label of the weights
+    epoch: int = 0  # counts the changes of the weights
+
+    @property
+    def is_paused(self) -> bool:
+        return self.pause_mode is not None
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether steps may be computed."""
+        return self.state == "ready" and self.pause_mode is None
+
+
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     """Answer to `Hello`, sent once the engine can serve."""
 
     info: EngineInfo
     protocol: int = PROTOCOL_VERSION
+    lifecycle: Lifecycle = Lifecycle()
 
 
 class RowDetail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -116,6 +140,7 @@ class RowDetail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_token_id: int | None = None  # the stop or EOS token that ended it
     error: ErrorInfo | None = None  # with FinishReason.ERROR, or ABORT by the server
     num_preemptions: int = 0
+    weights_version: str | None = None  # of this row's tokens and those after it; on a first row, and where it changes
 
 
 class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
@@ -150,4 +175,4 @@ class EngineDead(msgspec.Struct, frozen=True, tag="dead"):
     reason: str
 
 
-FromEngine = EngineReady | StepOutputs | AbortDone | ControlDone | EngineDead
+FromEngine = EngineReady | Lifecycle | StepOutputs | AbortDone | ControlDone | EngineDead

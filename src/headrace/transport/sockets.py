@@ -8,8 +8,10 @@ silence.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 from pathlib import Path
+from typing import Final
 
 import zmq
 
@@ -17,6 +19,7 @@ from headrace.errors import StartupError
 
 MAX_IPC_PATH_BYTES = 100  # the kernel's limit for a socket path is 108 on Linux, 104 elsewhere
 _LAST_WORDS_MS = 1000  # how long a closing socket may still deliver what was sent
+_write: Final = ctypes.PyDLL(None).write
 
 
 def ipc_endpoint(runtime_dir: Path) -> str:
@@ -49,7 +52,11 @@ def _set_unbounded(socket: zmq.Socket[bytes]) -> None:
 
 
 class Waker:
-    """Wakes a thread that polls a file descriptor; any thread may call `wake`, and many calls cost one byte."""
+    """Wakes a thread that polls a file descriptor; any thread may call `wake`, and many calls cost one byte.
+
+    It writes without letting go of the interpreter, as `os.write` would: the thread that wakes up would take it, and
+    on a busy machine the engine would wait a millisecond and more before it could go on to the next forward pass.
+    """
 
     def __init__(self) -> None:
         self.fd, self._write_fd = os.pipe()
@@ -57,8 +64,7 @@ class Waker:
         os.set_blocking(self._write_fd, False)
 
     def wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full: it is awake for certain
-            os.write(self._write_fd, b"\0")
+        _write(self._write_fd, b"\0", 1)  # fails when the pipe is full: it is awake for certain
 
     def clear(self) -> None:
         with contextlib.suppress(BlockingIOError):

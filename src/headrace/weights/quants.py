@@ -151,3 +151,29 @@ DECODERS: dict[TensorKind, Decoder] = {
     TensorKind.Q5_K: _decode_q5_k,
     TensorKind.Q6_K: _decode_q6_k,
 }
+
+_EXPONENTS = {
+    TensorKind.F32: (np.uint32, 0x7F800000),
+    TensorKind.F16: (np.uint16, 0x7C00),
+    TensorKind.BF16: (np.uint16, 0x7F80),
+}
+_SCALES = {  # where the fp16 numbers of a block lie, in bytes
+    TensorKind.Q4_0: slice(0, 2),
+    TensorKind.Q4_1: slice(0, 4),
+    TensorKind.Q5_0: slice(0, 2),
+    TensorKind.Q5_1: slice(0, 4),
+    TensorKind.Q8_0: slice(0, 2),
+    TensorKind.Q4_K: slice(0, 4),
+    TensorKind.Q5_K: slice(0, 4),
+    TensorKind.Q6_K: slice(208, 210),
+}
+
+
+def has_only_finite(data: np.ndarray, kind: TensorKind) -> bool:
+    """Whether no number, or no scale of a block, is NaN or infinite: such numbers have all bits of the exponent set."""
+    if kind in _SCALES:
+        data, kind = np.ascontiguousarray(data.reshape(-1, kind.block_bytes)[:, _SCALES[kind]]), TensorKind.F16
+    dtype, exponent = _EXPONENTS[kind]
+    bits, mask = data.reshape(-1).view(dtype), dtype(exponent)
+    step = CHUNK_ELEMENTS
+    return not any(bool(((bits[i : i + step] & mask) == mask).any()) for i in range(0, bits.shape[0], step))

@@ -58,6 +58,18 @@ class CheckpointTensor:
     kind: TensorKind
     data: np.ndarray  # uint8 [bytes], read-only, usually a view of the mapped file
 
+    @classmethod
+    def from_floats(cls, name: str, values: np.ndarray) -> CheckpointTensor:
+        """Float32 numbers as a tensor; the array must not change any more."""
+        values = np.ascontiguousarray(values, np.float32)
+        return cls(name, values.shape, TensorKind.F32, values.reshape(-1).view(np.uint8))
+
+    def is_finite(self) -> bool:
+        """Whether all numbers are; of block kinds, whether all scales are, since nothing else in them can fail."""
+        from headrace.weights.quants import has_only_finite
+
+        return has_only_finite(self.data, self.kind)
+
     def dequantize(self) -> np.ndarray:
         """The numbers as a new float32 array of `shape`."""
         from headrace.weights.quants import dequantize  # imports this module for the kinds

@@ -40,8 +40,8 @@ def test_help_lists_every_command_and_imports_none() -> None:
         assert f"\n    {name} " in done.stdout
 
 
-@pytest.mark.parametrize("words", [["serve"], ["chat"], ["complete"], ["pull"], ["bench"], ["bench", "serve"],
-                                   ["bench", "offline"], ["doctor"], ["version"]])  # fmt: skip
+@pytest.mark.parametrize("words", [["serve"], ["chat"], ["complete"], ["pull"], ["bench"], ["bench", "serve"], ["ctl"],
+                                   ["ctl", "refresh"], ["bench", "offline"], ["doctor"], ["version"]])  # fmt: skip
 def test_help_of_every_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([*words, "--help"])

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.config.options import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore
-from headrace.errors import ConfigError, InvalidRequest, NotFound
+from headrace.errors import ConfigError
 from headrace.testing.harness import EngineHarness
 from headrace.testing.strict import StrictExecutor, expected_output
 from headrace.transport.messages import Abort, Submit
@@ -327,15 +327,7 @@ def _abort(i: int) -> Abort:
     return Abort(call_id=i, request_ids=(RequestId(i),))
 
 
-# ------------------------------------------------------------------------------------------------- control and options
-
-
-def test_control_refuses_what_it_does_not_know() -> None:
-    core = EngineHarness().core
-    with pytest.raises(NotFound, match="no control operation 'fly'"):
-        core.control("fly", {})
-    with pytest.raises(InvalidRequest, match="takes no arguments"):
-        core.control("reset_prefix_cache", {"hard": True})
+# ------------------------------------------------------------------------------------------------- --------- options
 
 
 @pytest.mark.parametrize("scheduler", [{"max_num_seqs": 0}, {"max_num_batched_tokens": 0}, {"priority_ageing_s": -1.0}])

@@ -57,7 +57,7 @@ class Case:
         return Runner(model, backend, num_blocks=num_blocks, block_size=self.block_size)
 
     def _build(self, backend: Backend, table: np.ndarray) -> Any:
-        packed = backend.pack_table(float_tensor(table))
+        packed = backend.packer().pack_table(float_tensor(table))
 
         def forward(ops: Any) -> Any:
             q, k, v = ops.split(ops.embed(packed), self.sizes)

@@ -22,8 +22,8 @@ X = np.random.default_rng(4).standard_normal((200, 40)).astype(np.float32)
 
 
 def build(backend: Backend) -> Any:
-    table = backend.pack_table(float_tensor(X))
-    head = backend.pack_linear([float_tensor(X[:50])])
+    table = backend.packer().pack_table(float_tensor(X))
+    head = backend.packer().pack_linear([float_tensor(X[:50])])
     return lambda ops: ops.linear(ops.logit_rows(ops.scale(ops.embed(table), 2.0)), head)
 
 
@@ -114,7 +114,7 @@ def test_bytes_of_a_file_need_not_be_aligned() -> None:
     def product(data: np.ndarray) -> bytes:
         weight = dataclasses.replace(tensor, data=data)
         x = X[:3, :33]
-        pack = on_rows(x, lambda ops, x, w: ops.linear(x, w), lambda b: b.pack_linear([weight]))
+        pack = on_rows(x, lambda ops, x, w: ops.linear(x, w), lambda b: b.packer().pack_linear([weight]))
         return run_rows(pack, x, NativeBackend(1)).tobytes()
 
     assert product(shifted) == product(tensor.data)

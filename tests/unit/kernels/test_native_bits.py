@@ -154,5 +154,5 @@ def test_bad_row_shows_and_harms_nobody(variant: Variant, path: Path, bad: float
 def with_table(model: LoadedModel, runner: Runner, table: np.ndarray) -> LoadedModel:
     decoder: Any = model.decoder
     return dataclasses.replace(
-        model, decoder=dataclasses.replace(decoder, embed=runner.backend.pack_table(float_tensor(table)))
+        model, decoder=dataclasses.replace(decoder, embed=runner.backend.packer().pack_table(float_tensor(table)))
     )

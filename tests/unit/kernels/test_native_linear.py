@@ -1,9 +1,9 @@
 """Linear layers and embedding of the compiled kernels, for every kind of weight, on each instruction set.
 
-Two comparisons. The kernels round activations to 8 bits per group of 32, all but a number that is more than twice as large
-as the others of its group, and some weights once more while packing; numpy does the same roundings in float64, and what remains is float32 addition, so
-results agree to 1e-5 of the sum of the terms' sizes. And against unrounded arithmetic the error stays under the bound
-that follows from these roundings.
+Two comparisons. The kernels round activations to 8 bits per group of 32, all but a number that is more than twice as
+large as the others of its group, and some weights once more while packing; numpy does the same roundings in float64,
+and what remains is float32 addition, so results agree to 1e-5 of the sum of the terms' sizes. And against unrounded
+arithmetic the error stays under the bound that follows from these roundings.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def group_span(weight: np.ndarray) -> np.ndarray:
 
 
 def on_grid(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-    """Activations that 8 bits and an outlier in every other group hold exactly: nothing is nearly a tie, so numpy and the
-    kernels round alike."""
+    """Activations that 8 bits and an outlier in every other group hold exactly: nothing is nearly a tie, so numpy and
+    the kernels round alike."""
     q = rng.integers(-126, 127, shape).astype(np.float32)
     for column in (0, 2):  # two of them: neither is an outlier in a group of few numbers
         q[:, column::32] = 127 * rng.choice([-1, 1], q[:, column::32].shape)
@@ -135,7 +135,7 @@ def linear(
     num_threads: int = 1,
 ) -> np.ndarray:
     """Packed by one backend and run by another, which leaves the table of activations as it is."""
-    weight = NativeBackend(1, quantization).pack_linear(parts, bias)
+    weight = NativeBackend(1, quantization).packer().pack_linear(parts, bias)
     return run_rows(on_rows(x, lambda ops, x, w: ops.linear(x, w), lambda _: weight), x, NativeBackend(num_threads))
 
 
@@ -218,7 +218,7 @@ def test_embed(instruction_set: str, rng: np.random.Generator, kind: TensorKind,
     table = random_tensor(kind, (37, cols), rng)
 
     def build(backend: Backend) -> Any:
-        packed = backend.pack_table(table)
+        packed = backend.packer().pack_table(table)
         return lambda ops: ops.scale(ops.logit_rows(ops.embed(packed)), 1.0)
 
     y = run_rows(build, np.empty((37, cols)), NativeBackend(2, quantization))
@@ -231,7 +231,7 @@ def test_tied_table_is_a_linear_layer_too(instruction_set: str, rng: np.random.G
     table = random_tensor(TensorKind.Q8_0, (21, 64), rng)
 
     def build(backend: Backend) -> Any:
-        packed = backend.pack_table(table)
+        packed = backend.packer().pack_table(table)
         return lambda ops: ops.linear(ops.logit_rows(ops.embed(packed)), packed)
 
     y = run_rows(build, np.empty((21, 64)), NativeBackend(2))

@@ -35,7 +35,7 @@ def reference(x: np.ndarray, apply: Apply, packed: np.ndarray | None = None) -> 
 
 def _build(x: np.ndarray, apply: Apply, packed: np.ndarray | None) -> Build:
     def pack(backend: Backend) -> Any:
-        return None if packed is None else backend.pack_vector(float_tensor(packed))
+        return None if packed is None else backend.packer().pack_vector(float_tensor(packed))
 
     return on_rows(x, apply, pack)
 
@@ -138,7 +138,7 @@ def test_rows_whose_logits_are_wanted(rng: np.random.Generator, wanted: list[int
     x, weight = normal(rng, 7, 40), normal(rng, 23, 40)
 
     def build(backend: Backend) -> Any:
-        table, head = backend.pack_table(float_tensor(x)), backend.pack_linear([float_tensor(weight)])
+        table, head = backend.packer().pack_table(float_tensor(x)), backend.packer().pack_linear([float_tensor(weight)])
         return lambda ops: ops.linear(ops.logit_rows(ops.embed(table)), head)
 
     y = run_rows(build, x, NativeBackend(2), wanted)
@@ -150,7 +150,7 @@ def test_selection_of_rows_may_be_the_last_op(rng: np.random.Generator) -> None:
     x = normal(rng, 7, 40)
 
     def build(backend: Backend) -> Any:
-        table = backend.pack_table(float_tensor(x))
+        table = backend.packer().pack_table(float_tensor(x))
         return lambda ops: ops.logit_rows(ops.embed(table))
 
     np.testing.assert_array_equal(run_rows(build, x, NativeBackend(2), [4, 0]), x[[4, 0]])

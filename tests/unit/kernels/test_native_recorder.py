@@ -101,10 +101,10 @@ def program(front: list[Step], back: list[Step], kind: type[Ops]) -> Callable[[B
     """Steps read among the six values made last; `back` runs on the wanted rows. Every third value is in the result."""
 
     def build(backend: Backend) -> Any:
-        table, norm = backend.pack_table(float_tensor(X)), backend.pack_vector(float_tensor(NORM))
-        packers = {"f32": backend}
+        table, norm = backend.packer().pack_table(float_tensor(X)), backend.packer().pack_vector(float_tensor(NORM))
+        packers: dict[str, Any] = {"f32": backend.packer()}
         if isinstance(backend, NativeBackend):
-            packers["w8"] = NativeBackend(1, "w8")
+            packers["w8"] = NativeBackend(1, "w8").packer()
         weights = {
             (name, *shape): packer.pack_linear([float_tensor(weight)])
             for name, packer in packers.items()
@@ -180,9 +180,9 @@ def test_programs_compute_what_numpy_does(front: list[Step], back: list[Step]) -
 def recorded(apply: Callable[[Any, Any, Any], Any]) -> list[recorder.Step]:
     """The steps behind an embedding and a norm of it, fused."""
     backend = NativeBackend(1)
-    weight = backend.pack_linear([float_tensor(WEIGHTS[D, D]), float_tensor(WEIGHTS[D, D])])
+    weight = backend.packer().pack_linear([float_tensor(WEIGHTS[D, D]), float_tensor(WEIGHTS[D, D])])
     seen = recorder.Recorder()
-    x = seen.embed(backend.pack_table(float_tensor(X)))
+    x = seen.embed(backend.packer().pack_table(float_tensor(X)))
     apply(seen, x, weight)
     return recorder.fuse_residuals(seen.steps)[1:]
 
@@ -225,15 +225,15 @@ def test_weights_live_as_long_as_the_program() -> None:
     held: dict[str, Any] = {}
 
     def build(backend: Backend) -> Any:
-        table = backend.pack_table(float_tensor(X))
-        held["weight"] = backend.pack_linear([float_tensor(WEIGHTS[D, D])])
+        table = backend.packer().pack_table(float_tensor(X))
+        held["weight"] = backend.packer().pack_linear([float_tensor(WEIGHTS[D, D])])
         return lambda ops: ops.linear(ops.logit_rows(ops.embed(table)), held["weight"])
 
     backend = NativeBackend(1)
     first = run_rows(build, X, backend)
     model, program = backend._model, backend._program
     held.clear()
-    others = [backend.pack_linear([float_tensor(np.full((D, D), np.nan, np.float32))]) for _ in range(8)]
+    others = [backend.packer().pack_linear([float_tensor(np.full((D, D), np.nan, np.float32))]) for _ in range(8)]
     assert others
     assert program is backend._program
     again = backend.run(model, step_of(len(X)))

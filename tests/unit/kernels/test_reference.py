@@ -75,12 +75,12 @@ def test_merged_weights_and_biases(name: str) -> None:
     rng = np.random.default_rng(0)
     parts = [Stored(rng.standard_normal((rows, 6))) for rows in (3, 5)]
     biases = [Stored(rng.standard_normal(rows)) for rows in (3, 5)]
-    packed = backend.pack_linear(parts, biases)
+    packed = backend.packer().pack_linear(parts, biases)
     assert packed.bias_O is not None
     np.testing.assert_array_equal(packed.bias_O, np.concatenate([bias.numbers for bias in biases]))
     stacked = np.concatenate([part.numbers for part in parts])
     assert sorted(packed.data.reshape(-1).tolist()) == sorted(stacked.reshape(-1).tolist())
-    assert backend.pack_linear(parts).bias_O is None
+    assert backend.packer().pack_linear(parts).bias_O is None
 
 
 def test_kv_memory_is_not_touched_before_use() -> None:

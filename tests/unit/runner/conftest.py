@@ -96,7 +96,7 @@ class Driver:
     def __init__(self, max_num_seqs: int = 20, num_blocks: int = 400) -> None:
         self.backend = HistoryBackend()
         model = SimpleNamespace(
-            decoder=None, kv_spec=KVSpec(1, 1, 1), vocab_size=VOCAB_SIZE, max_model_len=512, eos_token_ids=(1,)
+            decoder=object(), kv_spec=KVSpec(1, 1, 1), vocab_size=VOCAB_SIZE, max_model_len=512, eos_token_ids=(1,)
         )
         self.runner = ModelRunner(
             model, self.backend, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs

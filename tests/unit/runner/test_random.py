@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace.runner.random import mix64, uniforms
+from headrace.runner.random import mix64, uniform
 
 
 def draw(seed: int, positions: np.ndarray) -> np.ndarray:
-    return uniforms(np.full(positions.shape, seed, np.uint64), positions)
+    return np.array([uniform(seed, position) for position in positions.tolist()])
 
 
 def test_finaliser_matches_published_splitmix64_outputs() -> None:
     # The first outputs of splitmix64.c from state 0.
-    states = np.arange(1, 4, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    assert [hex(v) for v in mix64(states).tolist()] == [
+    assert [hex(mix64(n * 0x9E3779B97F4A7C15)) for n in (1, 2, 3)] == [
         "0xe220a8397b1dcdaf",
         "0x6e789e6aa1b965f4",
         "0x6c45d188009454f",
@@ -39,7 +38,12 @@ def test_neighbouring_seeds_and_positions_are_uncorrelated() -> None:
 
 
 def test_depends_on_seed_and_position_alone() -> None:
-    seeds = np.array([3, 2**64 - 1, 3], np.uint64)
-    together = uniforms(seeds, np.array([10, 11, 12]))
+    together = [uniform(seed, position) for seed, position in ((3, 10), (2**64 - 1, 11), (3, 12))]
     assert together[2] == draw(3, np.array([12]))[0]
-    assert len(set(together.tolist())) == 3
+    assert len(set(together)) == 3
+    assert uniform(-1, 11) == together[1], "a seed counts modulo 2**64"
+
+
+def test_draws_what_it_always_drew() -> None:
+    values = [uniform(0, 0), uniform(7, 1), uniform(2**62 + 5, 4096)]
+    assert values == [0.6524484863740322, 0.6497043364684557, 0.46855855026918125]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.runner import sampler
 from headrace.runner.edits import LogitEdits
-from headrace.runner.random import uniforms
+from headrace.runner.random import uniform
 from headrace.runner.sampler import SamplingRows, sample
 from headrace.types import SamplingParams
 
@@ -20,21 +20,14 @@ SLACK = 2e-5  # of a float32 softmax against a float64 one
 
 
 def choose(logits: np.ndarray, rows: SamplingRows) -> tuple[np.ndarray, dict[int, str]]:
-    return sample(logits, rows, logits.argmax(axis=1), np.isfinite(logits).all(axis=1))
+    token_ids, errors = sample(logits, rows, logits.argmax(axis=1).tolist(), np.isfinite(logits).all(axis=1).tolist())
+    return np.array(token_ids), errors
 
 
 def rows_of(
     params: list[SamplingParams], seeds: list[int], positions: list[int], edits: dict[int, Any] | None = None
 ) -> SamplingRows:
-    return SamplingRows(
-        temperature=np.array([p.temperature for p in params], np.float64),
-        top_k=np.array([max(p.top_k, 0) for p in params], np.int64),
-        top_p=np.array([p.top_p for p in params], np.float64),
-        min_p=np.array([p.min_p for p in params], np.float64),
-        seeds=np.array(seeds, np.uint64),
-        positions=np.array(positions, np.int64),
-        edits=edits or {},
-    )
+    return SamplingRows(params=params, seeds=seeds, positions=positions, edits=edits or {})
 
 
 def draw_many(row: np.ndarray, params: SamplingParams, count: int) -> np.ndarray:
@@ -99,8 +92,8 @@ def test_every_row_agrees_with_the_scalar_reference(
     logits = np.array([row] * len(cases), np.float32)
     token_ids, errors = choose(logits, rows_of(params, seeds, positions))
     assert not errors
-    chances = uniforms(np.array(seeds, np.uint64), np.array(positions))
-    for token, chance, p in zip(token_ids.tolist(), chances.tolist(), params, strict=True):
+    chances = map(uniform, seeds, positions)
+    for token, chance, p in zip(token_ids.tolist(), chances, params, strict=True):
         assert agrees(token, chance, row, p), (token, chance, p)
     assert logits.tobytes() == np.array([row] * len(cases), np.float32).tobytes(), "logits were changed"
 

@@ -1,4 +1,4 @@
-"""Models, tokenize, probes, numbers, control, OpenAPI."""
+"""Models, tokenize, probes, numbers, aborts, OpenAPI."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.client.base import Delta, EngineStatus
-from headrace.errors import Conflict, DeadlineExceeded, QueueFull
+from headrace.errors import DeadlineExceeded, QueueFull
 from headrace.server.routes.health import PROBE_TIMEOUT_S
 from headrace.testing.front_end import FakeClient, FrontEnd
 from headrace.transport.messages import Submit
@@ -186,17 +186,6 @@ async def test_abort_by_names_and_all(front_end: FrontEnd) -> None:
 async def test_abort_never_guesses(front_end: FrontEnd, body: Any) -> None:
     assert (await front_end.post("/v1/control/abort", body)).status_code == 400
     assert not front_end.client.aborts
-
-
-async def test_reset_prefix_cache(make: Make) -> None:
-    front_end = make()
-    for content in (b"", b"{}"):
-        response = await front_end.http.post("/v1/control/reset_prefix_cache", content=content)
-        assert response.json()["result"] == [{"rank": 0, "num_blocks": 7}]
-    assert front_end.client.controls == ["reset_prefix_cache"] * 2
-    busy = make(client=FakeClient(error=Conflict("refresh_weights is running")))
-    response = await busy.http.post("/v1/control/reset_prefix_cache")
-    assert (response.status_code, response.json()["error"]["code"]) == (409, "conflict")
 
 
 async def test_lag_is_observed_while_the_application_runs(front_end: FrontEnd) -> None:

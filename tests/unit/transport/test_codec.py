@@ -32,6 +32,7 @@ from headrace.transport.messages import (
     FromEngine,
     Goodbye,
     Hello,
+    Lifecycle,
     RowDetail,
     StepOutputs,
     Submit,
@@ -103,7 +104,11 @@ FROM_ENGINE: dict[str, FromEngine] = {
         details=[
             RowDetail(row=0, logprobs=ROWS + ROWS, prompt_logprobs=ROWS, num_cached_tokens=0, stop_token_id=43),
             RowDetail(row=1, error=ERROR, queue_s=0.5, prefill_s=0.25, num_preemptions=2),
+            RowDetail(row=2, weights_version="step-7"),
         ],
+    ),
+    "lifecycle": Lifecycle(
+        state="poisoned", reason="no", asleep=("kv_cache",), pause_mode="keep", version="7", epoch=3
     ),
     "abort_done": AbortDone(1, 2),
     "control_done": ControlDone(3, {"num_blocks": 4}),

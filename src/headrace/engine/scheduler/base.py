@@ -46,6 +46,10 @@ class Scheduler(Protocol):
         plan. What a faulty one computed is never reused."""
         ...
 
+    def preempt_all(self, *, prefills_only: bool = False) -> None:
+        """Sequences that run go back to the queue, in their order, and will compute all their tokens again."""
+        ...
+
     def schedule(self, step: int, now_s: float) -> StepPlan | None:
         """The next step's plan; None if there is nothing to compute. Preempts when blocks run out."""
         ...

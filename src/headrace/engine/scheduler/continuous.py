@@ -67,6 +67,11 @@ class ContinuousScheduler:
         else:
             self._vacate(seq, forget=is_faulty)
 
+    def preempt_all(self, *, prefills_only: bool = False) -> None:
+        for seq in sorted(self._running.values(), key=_newness, reverse=True):
+            if not prefills_only or seq.state is SequenceState.PREFILL:
+                self._preempt(seq)
+
     def schedule(self, step: int, now_s: float) -> StepPlan | None:
         assert not self._scheduled, "schedule before the last step was advanced"
         decodes: list[Sequence] = []
@@ -218,13 +223,16 @@ class ContinuousScheduler:
         """The victim is the one of the lowest priority, and of these the one that came last."""
         assert len(self._running) > 1, "one sequence alone always fits: intake has checked it"
         victim = max(self._running.values(), key=_newness)
+        self._preempt(victim)
+        return victim
+
+    def _preempt(self, victim: Sequence) -> None:
         self._vacate(victim, forget=False)
         victim.move(SequenceState.PREEMPTED)
         victim.num_computed = 0
         victim.num_preemptions += 1
         self._num_preemptions += 1
         self._queue.add_preempted(victim)
-        return victim
 
     def _vacate(self, seq: Sequence, *, forget: bool) -> None:
         assert seq.table is not None

@@ -7,18 +7,17 @@ one order that depends on the row alone.
 from __future__ import annotations
 
 import os
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from headrace.errors import ConfigError
 from headrace.kernels.native import _native
+from headrace.kernels.native.packer import NativePacker
 from headrace.kernels.native.recorder import StackedWeight, record
-from headrace.kernels.ops import KVSpec, Model, StepInputs
+from headrace.kernels.ops import Formats, KVSpec, Model, StepInputs
 
-FLOAT_KINDS = frozenset({"F32", "F16", "BF16"})
-AS_THEY_ARE = frozenset({"Q4_0", "Q4_1", "Q4_K", "Q8_0", "F16", "BF16"})
-"""Kinds whose bytes the packer reads. The others are dequantised and rounded to 8 bits, finer than they are."""
 KEPT_LOGIT_ROWS = 128
 
 
@@ -27,24 +26,13 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class StorageKind(Protocol):
-    @property
-    def label(self) -> str: ...
+@dataclass(frozen=True, slots=True)
+class RecordedProgram:
+    """A model's commands over one KV memory."""
 
-
-class StoredTensor(Protocol):
-    """What is packed: a checkpoint's tensor."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def kind(self) -> StorageKind: ...
-
-    @property
-    def data(self) -> np.ndarray: ...
-
-    def dequantize(self) -> np.ndarray: ...
+    program: _native.Program
+    vocab_size: int
+    kv: _native.KVMemory
 
 
 class NativeBackend:
@@ -58,32 +46,33 @@ class NativeBackend:
         self._has_int8_kv = has_int8_kv
         self.num_threads = num_threads or usable_cores()
         self._quantization = quantization
-        self._arena = _native.Arena()
         self._pool = _native.Pool(self.num_threads, False)
         self._kv: Any = None
-        self._program: Any = None
+        self._program: RecordedProgram | None = None
         self._model: Model | None = None
+        self._prepared: tuple[Model, RecordedProgram] | None = None
         self._logits = np.empty((0, 0), np.float32)
+        self._step_logits = self._logits  # as many of its rows as the last step had
+        self._best = np.empty(0, np.int64), np.empty(0, np.bool_)
 
-    def pack_linear(self, parts: list[StoredTensor], bias: list[StoredTensor] | None = None) -> StackedWeight:
-        biases = tuple(self.pack_vector(part) for part in bias) if bias else (None,) * len(parts)
-        return StackedWeight(tuple(self._pack(part) for part in parts), biases)
+    def packer(self) -> NativePacker:
+        return NativePacker(self._quantization)
 
-    def pack_table(self, tensor: StoredTensor) -> StackedWeight:
-        return StackedWeight((self._pack(tensor),), (None,))
+    def formats(self, packed: StackedWeight | np.ndarray) -> Formats:
+        return () if isinstance(packed, np.ndarray) else tuple(part.kind for part in packed.parts)
 
-    def pack_vector(self, tensor: StoredTensor) -> np.ndarray:
-        return np.ascontiguousarray(tensor.dequantize(), np.float32)
+    def parts(self, packed: StackedWeight | np.ndarray) -> tuple[list[Any], list[Any] | None]:
+        if isinstance(packed, np.ndarray):
+            return [packed], None
+        biases = None if packed.biases[0] is None else list(packed.biases)
+        return list(packed.parts), biases
 
-    def _pack(self, tensor: StoredTensor) -> Any:
-        rows, cols = tensor.shape
-        kind = tensor.kind.label
-        is_float = kind in FLOAT_KINDS
-        if is_float and self._quantization is not None:
-            return _native.pack_floats(self._arena, self._quantization, tensor.dequantize())
-        if kind in AS_THEY_ARE:
-            return _native.pack_blocks(self._arena, kind, tensor.data, rows, cols)
-        return _native.pack_floats(self._arena, "f32" if is_float else "w8", tensor.dequantize())
+    def unpack(self, part: Any) -> np.ndarray:
+        if isinstance(part, np.ndarray):
+            return part
+        values = np.empty((part.rows, part.cols), np.float32)
+        _native.unpack(part, values)
+        return values
 
     def kv_bytes_per_token(self, spec: KVSpec) -> int:
         padded_dim = -(-spec.head_dim // 16) * 16
@@ -96,12 +85,23 @@ class NativeBackend:
         self._kv = _native.KVMemory(*shape, self._has_int8_kv)
         self._program = None
 
+    def free_kv(self) -> None:
+        self._kv = self._program = self._prepared = None
+
+    def prepare(self, model: Model) -> None:
+        if self._kv is not None:
+            self._prepared = (model, self._record(model))
+
+    def forget(self) -> None:
+        self._program = self._model = self._prepared = None
+
     def run(self, model: Model, inputs: StepInputs) -> np.ndarray:
         if self._program is None or self._model is not model:
-            self._program = self._record(model)
-            self._model = model
-        logits = self._logits_of(len(inputs.logit_rows_R))
-        self._program.run(
+            self._adopt(model)
+        recorded = self._program
+        assert recorded is not None, "adopted above"
+        logits = self._logits_of(len(inputs.logit_rows_R), recorded.vocab_size)
+        recorded.program.run(
             inputs.token_ids_T,
             inputs.positions_T,
             inputs.kv_slots_T,
@@ -114,21 +114,30 @@ class NativeBackend:
         return logits
 
     def best_tokens(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        ids, finite = np.empty(len(logits), np.int64), np.empty(len(logits), np.bool_)
-        _native.best_tokens(self._pool, logits, ids, finite)
-        return ids, finite
+        if len(self._best[0]) != len(logits):
+            self._best = np.empty(len(logits), np.int64), np.empty(len(logits), np.bool_)
+        _native.best_tokens(self._pool, logits, *self._best)
+        return self._best
 
-    def _logits_of(self, num_rows: int) -> np.ndarray:
+    def _logits_of(self, num_rows: int, width: int) -> np.ndarray:
         """Room for a step's logits, valid until the next one: fresh memory would cost a page fault per 4 KB."""
         if num_rows > KEPT_LOGIT_ROWS:
-            return np.empty((num_rows, self._vocab_size), np.float32)
-        if self._logits.shape != (KEPT_LOGIT_ROWS, self._vocab_size):
-            self._logits = np.empty((KEPT_LOGIT_ROWS, self._vocab_size), np.float32)
-        return self._logits[:num_rows]
+            return np.empty((num_rows, width), np.float32)
+        if self._logits.shape != (KEPT_LOGIT_ROWS, width):
+            self._logits = np.empty((KEPT_LOGIT_ROWS, width), np.float32)
+        if self._step_logits.shape != (num_rows, width):
+            self._step_logits = self._logits[:num_rows]
+        return self._step_logits
 
-    def _record(self, model: Model) -> Any:
+    def _adopt(self, model: Model) -> None:
+        prepared, self._prepared = self._prepared, None
+        is_prepared = prepared is not None and prepared[0] is model and prepared[1].kv is self._kv
+        self._program = prepared[1] if prepared is not None and is_prepared else self._record(model)
+        self._model = model
+
+    def _record(self, model: Model) -> RecordedProgram:
         assert self._kv is not None, "allocate_kv comes before the first step"
         program = _native.Program(self._pool)
-        self._vocab_size = record(model, program)
+        vocab_size = record(model, program)
         program.use_kv(self._kv)
-        return program
+        return RecordedProgram(program, vocab_size, self._kv)

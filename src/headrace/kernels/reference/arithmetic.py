@@ -26,6 +26,7 @@ class Matrix:
 
     data: Floats
     bias_O: Floats | None = None
+    sizes: tuple[int, ...] = ()  # outputs of each stacked part
 
 
 class Arithmetic(Protocol):

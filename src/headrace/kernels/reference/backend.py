@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from headrace.kernels.ops import KVSpec, Model, StepInputs
+from headrace.kernels.ops import Formats, KVSpec, Model, StepInputs
 from headrace.kernels.reference.arithmetic import Arithmetic, Floats, Matrix
 from headrace.kernels.reference.memory import PagedKV, RopeTables
 from headrace.kernels.reference.ops import ReferenceOps
@@ -33,14 +33,31 @@ class ReferenceBackend:
         self._ropes = RopeTables()
         self._kv: PagedKV | None = None
 
-    def pack_linear(self, parts: list[StoredTensor], bias: list[StoredTensor] | None = None) -> Matrix:
-        return Matrix(self._arithmetic.lay_out(_stack(parts)), None if bias is None else _stack(bias))
+    def packer(self) -> ReferencePacker:
+        return ReferencePacker(self._arithmetic)
 
-    def pack_table(self, tensor: StoredTensor) -> Matrix:
-        return self.pack_linear([tensor])
+    def formats(self, packed: Matrix | Floats) -> Formats:
+        return ()
 
-    def pack_vector(self, tensor: StoredTensor) -> Floats:
-        return tensor.dequantize()
+    def parts(self, packed: Matrix | Floats) -> tuple[list[Floats], list[Floats] | None]:
+        if isinstance(packed, np.ndarray):
+            return [packed], None
+        borders = np.cumsum(packed.sizes)[:-1]
+        rows = self._arithmetic.rows(packed.data, np.arange(sum(packed.sizes)))
+        biases = None if packed.bias_O is None else np.split(packed.bias_O, borders)
+        return np.split(rows, borders), biases
+
+    def unpack(self, part: Floats) -> Floats:
+        return part
+
+    def prepare(self, model: Model) -> None:
+        """Nothing is recorded here."""
+
+    def forget(self) -> None:
+        """Nothing is kept of a model here."""
+
+    def free_kv(self) -> None:
+        self._kv = None
 
     def kv_bytes_per_token(self, spec: KVSpec) -> int:
         return spec.num_vectors_per_token() * spec.head_dim * 4
@@ -58,13 +75,36 @@ class ReferenceBackend:
         return logits.argmax(axis=1), np.isfinite(logits).all(axis=1)
 
 
-def _stack(parts: list[StoredTensor]) -> Floats:
+class ReferencePacker:
+    """Implements `Packer`: everything becomes float32."""
+
+    def __init__(self, arithmetic: Arithmetic) -> None:
+        self._arithmetic = arithmetic
+
+    def pack_linear(
+        self, parts: list[StoredTensor | Floats], bias: list[StoredTensor | Floats] | None = None, formats: Formats = ()
+    ) -> Matrix:
+        sizes = tuple(part.shape[0] for part in parts)
+        return Matrix(self._arithmetic.lay_out(_stack(parts)), None if bias is None else _stack(bias), sizes)
+
+    def pack_table(self, tensor: StoredTensor | Floats, formats: Formats = ()) -> Matrix:
+        return self.pack_linear([tensor])
+
+    def pack_vector(self, tensor: StoredTensor | Floats) -> Floats:
+        return _floats(tensor)
+
+
+def _floats(part: StoredTensor | Floats) -> Floats:
+    return part if isinstance(part, np.ndarray) else part.dequantize()
+
+
+def _stack(parts: list[StoredTensor | Floats]) -> Floats:
     """All parts along their first axis, dequantised one at a time."""
     if len(parts) == 1:
-        return parts[0].dequantize()
+        return _floats(parts[0])
     out = np.empty((sum(part.shape[0] for part in parts), *parts[0].shape[1:]), np.float32)
     start = 0
     for part in parts:
-        out[start : start + part.shape[0]] = part.dequantize()
+        out[start : start + part.shape[0]] = _floats(part)
         start += part.shape[0]
     return out

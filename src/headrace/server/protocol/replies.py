@@ -172,16 +172,50 @@ class Load(msgspec.Struct):
 
 
 class Operation(msgspec.Struct):
-    """A control operation that has ended; `started` and `ended` are unix times."""
+    """A control operation; `started` and `ended` are unix times, `result` has an entry per rank."""
 
     id: str
     kind: str
     state: str
     error: ErrorObject | None
-    result: list[dict[str, Any]]
+    result: list[dict[str, Any]] | None
     started: float
-    ended: float
+    ended: float | None
 
 
 class AbortOperation(Operation):
     aborted: int = 0
+
+
+class OperationList(msgspec.Struct):
+    """The newest first."""
+
+    operations: list[Operation]
+
+
+class OpenRefresh(msgspec.Struct):
+    staged: bool
+    num_tensors: int
+    started: float
+
+
+class RunningOperation(msgspec.Struct):
+    id: str
+    kind: str
+    started: float
+
+
+class ControlStatus(msgspec.Struct):
+    """`state` is ready, asleep, updating or poisoned, with the `reason` of the last."""
+
+    state: str
+    reason: str | None
+    asleep: list[str]
+    is_paused: bool
+    pause_mode: str | None
+    version: str
+    epoch: int
+    refresh: OpenRefresh | None
+    operation: RunningOperation | None
+    num_running: int
+    num_waiting: int

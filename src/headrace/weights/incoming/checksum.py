@@ -26,8 +26,13 @@ def tensor_checksum(tensor: CheckpointTensor) -> str:
 
 def total_checksum(tensors: Mapping[str, CheckpointTensor]) -> str:
     """32 hex digits over the names, sorted, and the checksum of each tensor: the order of arrival does not count."""
+    return total_of({name: tensor_checksum(tensor) for name, tensor in tensors.items()})
+
+
+def total_of(checksums: Mapping[str, str]) -> str:
+    """The same, of checksums by name."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for name in sorted(tensors):
+    for name in sorted(checksums):
         text = name.encode("utf-8", "surrogatepass")
-        digest.update(len(text).to_bytes(4, "little") + text + tensor_checksum(tensors[name]).encode())
+        digest.update(len(text).to_bytes(4, "little") + text + checksums[name].encode())
     return digest.hexdigest()

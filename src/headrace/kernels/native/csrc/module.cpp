@@ -7,6 +7,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <numeric>
 #include <stdexcept>
 #include <string>
 
@@ -133,6 +134,16 @@ NB_MODULE(_native, m) {
   nb::class_<Weight>(m, "Weight")
       .def_ro("rows", &Weight::rows)
       .def_ro("cols", &Weight::cols)
+      .def_prop_ro("kind", [](const Weight& w) {
+            switch (w.kind) {
+              case WeightKind::w4: return "w4";
+              case WeightKind::w8: return "w8";
+              case WeightKind::f16: return "f16";
+              case WeightKind::bf16: return "bf16";
+              case WeightKind::f32: return "f32";
+            }
+            return "";
+          })
       .def_prop_ro("is_quantized", [](const Weight& w) { return w.kind == WeightKind::w4 || w.kind == WeightKind::w8; })
       .def_prop_ro("num_bytes", [](const Weight& w) { return (size_t)w.tiles * w.tile_bytes; });
   nb::class_<Arena>(m, "Arena").def(nb::init<>());
@@ -144,6 +155,13 @@ NB_MODULE(_native, m) {
       .value("gelu_tanh", Activation::gelu_tanh);
   m.def("pack_blocks", &pack_blocks, "A weight from the bytes of a GGUF or half-precision tensor [rows, cols].");
   m.def("pack_floats", &pack_floats, "A weight from float32 [rows, cols], as w8, w4 or f32.");
+  m.def("unpack", [](const Weight& w, nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> values) {
+    if ((int)values.shape(0) != w.rows || (int)values.shape(1) != w.cols) throw std::invalid_argument("not the weight's shape");
+    nb::gil_scoped_release release;
+    std::vector<int32_t> ids(w.rows);
+    std::iota(ids.begin(), ids.end(), 0);
+    best_kernels()->embed(w, ids.data(), {values.data(), w.cols}, 0, w.rows);
+  }, "What a weight stands for, as float32 [rows, cols].");
   m.def("best_tokens", [](Pool& pool, Array2<float> logits, nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> ids,
                           nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu> finite) {
     const int rows = (int)logits.shape(0), width = (int)logits.shape(1);

@@ -1,0 +1,206 @@
+"""Runs control operations, one at a time, between the engine's steps.
+
+An operation is a generator (operations.py, refresh.py): it yields while it waits (for requests to end, for a thread)
+and is resumed at the next turn of the engine's loop, so it reads as a plain sequence and every effect falls on a step
+boundary. A deadline or a cancellation is raised inside it, where it leaves a defined state. Queries and the aborts of
+requests do not pass through here and are answered at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Any
+
+import msgspec
+
+from headrace.engine.control.operation import Operation
+from headrace.engine.control.operations import OPERATIONS, Run
+from headrace.engine.control.sources import discard
+from headrace.engine.control.state import EngineState
+from headrace.errors import Conflict, DeadlineExceeded, InternalError, InvalidRequest, NotFound, RequestError
+from headrace.transport.messages import Control, ControlDone
+
+logger = logging.getLogger(__name__)
+
+MAX_KEPT = 100
+DEFAULT_TIMEOUT_S = 600.0
+QUERIES = ("status", "operations", "cancel")
+
+
+class Cancelled(RequestError):
+    """Somebody cancelled the operation."""
+
+    status, type, default_code = 409, "conflict_error", "cancelled"
+
+
+class _Running:
+    """The operation under way, and who waits for it."""
+
+    def __init__(
+        self,
+        operation: Operation,
+        arguments: msgspec.Struct,
+        steps: Generator[None, None, dict[str, Any]],
+        deadline_s: float,
+    ) -> None:
+        self.operation = operation
+        self.arguments = arguments
+        self.steps = steps
+        self.deadline_s = deadline_s
+        self.waiters: list[tuple[int, int]] = []  # (client, call id)
+
+
+class ControlPlane:
+    """All methods belong to the engine's thread. `emit(client, message)` sends an answer."""
+
+    def __init__(
+        self,
+        state: EngineState,
+        emit: Callable[[int, ControlDone], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._state = state
+        self._emit = emit
+        self._clock = clock
+        self._running: _Running | None = None
+        self._kept: deque[Operation] = deque(maxlen=MAX_KEPT)
+
+    @property
+    def is_busy(self) -> bool:
+        return self._running is not None
+
+    def handle(self, client: int, message: Control) -> None:
+        """Answers a query, or starts an operation, whose answer follows at its end."""
+        try:
+            arguments = dict(message.arguments)
+            if message.operation in QUERIES:
+                self._emit(client, ControlDone(message.call_id, result=self._query(message.operation, arguments)))
+                return
+            wait = arguments.pop("wait", True)
+            running = self._start(message.operation, arguments)
+            if wait:
+                running.waiters.append((client, message.call_id))
+            else:
+                self._emit(client, ControlDone(message.call_id, result=running.operation.as_object()))
+        except RequestError as error:
+            self._emit(client, ControlDone(message.call_id, error=error.info()))
+            return
+        self.advance()
+
+    def advance(self) -> None:
+        """Lets the running operation go on as far as it can. Called at least once between two steps."""
+        self._state.expire(self._clock())
+        running = self._running
+        if running is None:
+            return
+        try:
+            if self._clock() >= running.deadline_s:
+                running.deadline_s = float("inf")  # once: what it does about it may take a turn more
+                running.steps.throw(DeadlineExceeded(f"{running.operation.kind} did not end in time"))
+            else:
+                next(running.steps)
+        except StopIteration as stop:
+            self._finish(running, "succeeded", result=stop.value)
+        except Cancelled as error:
+            self._finish(running, "cancelled", error=error)
+        except RequestError as error:
+            self._finish(running, "failed", error=error)
+        except Exception as error:
+            logger.exception("control operation %s failed", running.operation.kind)
+            message = f"{running.operation.kind} failed: {type(error).__name__}: {error}"
+            self._finish(running, "failed", error=InternalError(message))
+
+    # --------------------------------------------------------------------------------------------------------- starting
+
+    def _start(self, kind: str, arguments: dict[str, Any]) -> _Running:
+        entry = OPERATIONS.get(kind)
+        if entry is None:
+            raise NotFound(
+                f"There is no control operation {kind[:40]!r}; there are: {', '.join((*OPERATIONS, *QUERIES))}.",
+                param="operation",
+            )
+        if self._running is not None:
+            other = self._running.operation
+            raise Conflict(
+                f"{kind} has to wait: {other.kind} ({other.id}) is running since {time.time() - other.started:.1f} s.",
+                code="operation_running",
+            )
+        parsed = _parse(kind, arguments, entry.arguments)
+        timeout_s = getattr(parsed, "timeout_s", None)
+        operation = Operation(kind=kind)
+        deadline_s = self._clock() + (DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
+        self._running = _Running(operation, parsed, _as_steps(entry.run, self._state, parsed), deadline_s)
+        self._kept.append(operation)
+        logger.info("control: %s (%s)", kind, operation.id)
+        return self._running
+
+    def _finish(
+        self,
+        running: _Running,
+        state: str,
+        result: dict[str, Any] | None = None,
+        error: RequestError | None = None,
+    ) -> None:
+        self._running = None
+        discard(getattr(running.arguments, "source", None))
+        operation = running.operation
+        operation.end(state, result, None if error is None else error.info())
+        duration_s = (operation.ended or 0) - operation.started
+        logger.info("control: %s (%s) %s after %.3f s%s", operation.kind, operation.id, state, duration_s,
+                    f": {error.message}" if error else "")  # fmt: skip
+        for client, call_id in running.waiters:
+            done = (
+                ControlDone(call_id, result=operation.as_object())
+                if error is None
+                else ControlDone(call_id, error=error.info())
+            )
+            self._emit(client, done)
+
+    # ---------------------------------------------------------------------------------------------------------- queries
+
+    def _query(self, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        if kind == "status":
+            operation = self._running.operation.brief() if self._running is not None else None
+            return {**self._state.status(), "operation": operation}
+        wanted = arguments.pop("id", None)
+        if arguments or not (wanted is None or isinstance(wanted, str)):
+            raise InvalidRequest(f"{kind} takes id, a string, and nothing else.", param="id")
+        if kind == "cancel":
+            return self._cancel(wanted)
+        found = [operation for operation in reversed(self._kept) if wanted in (None, operation.id)]
+        if wanted is not None and not found:
+            raise NotFound(f"There is no operation {wanted[:80]!r}; the last {MAX_KEPT} are kept.", param="id")
+        return {"operations": [operation.as_object() for operation in found]}
+
+    def _cancel(self, wanted: str | None) -> dict[str, Any]:
+        running = self._running
+        if running is None or wanted not in (None, running.operation.id):
+            known = [operation for operation in self._kept if operation.id == wanted]
+            if not known:
+                raise NotFound("No such operation is running.", param="id")
+            return known[0].as_object()  # it has ended
+        try:
+            running.steps.throw(Cancelled(f"{running.operation.kind} was cancelled"))
+        except RequestError as error:
+            self._finish(running, "cancelled" if isinstance(error, Cancelled) else "failed", error=error)
+        except StopIteration as stop:
+            self._finish(running, "succeeded", result=stop.value)
+        return running.operation.as_object()
+
+
+def _as_steps(run: Run, state: EngineState, arguments: msgspec.Struct) -> Generator[None, None, dict[str, Any]]:
+    """An operation that never waits is a plain function."""
+    outcome = run(state, arguments)
+    return (yield from outcome) if isinstance(outcome, Generator) else outcome
+
+
+def _parse(kind: str, arguments: dict[str, Any], into: type[msgspec.Struct]) -> msgspec.Struct:
+    try:
+        return msgspec.convert(arguments, into)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        path = text.partition("`$.")[2].partition("`")[0]
+        raise InvalidRequest(f"{kind}: {text}", param=path or None) from None
