@@ -173,13 +173,13 @@ def test_abort_by_each_of_its_names_and_all(server: Surface) -> None:
         thread.join(10)
     assert server.metric("headrace:aborts_total", reason="control") == 64
     assert len(replies) == 4
-    for reply in replies:
-        assert "aborted" in reply.text
-        if reply.status_code == 200:  # the stream had begun
+    for reply in replies:  # each with what it had
+        assert reply.status_code == 200
+        assert reply.text.count('"finish_reason":"abort"') == 16
+        if reply.text.startswith("data:"):
             assert reply.text.endswith("data: [DONE]\n\n")
-            assert '"finish_reason":"' not in reply.text
         else:
-            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "aborted")
+            assert all(choice["text"] for choice in reply.json()["choices"])
     server.wait_until_idle(SOON_S)
 
 

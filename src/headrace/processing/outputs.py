@@ -46,6 +46,7 @@ class TextDelta:
     queue_s: float | None = None
     prefill_s: float | None = None
     num_preemptions: int = 0
+    weights_versions: tuple[tuple[int, str], ...] = ()  # (index into the choice's tokens, version from there on)
 
     @property
     def is_empty(self) -> bool:
@@ -73,6 +74,7 @@ class ChoiceAssembler:
         self._waiting: deque[tuple[int, int, TokenLogprob | None]] = deque()
         self._num_chars = 0  # of the text before stop strings were looked for
         self._num_seen = 0
+        self._num_received = 0
         self.num_tokens = 0
         """Tokens that are part of the output so far, the stop or EOS token included."""
         self.is_finished = False
@@ -89,7 +91,9 @@ class ChoiceAssembler:
             queue_s=delta.queue_s,
             prefill_s=delta.prefill_s,
             num_preemptions=delta.num_preemptions,
+            weights_versions=tuple((self._num_received + index, version) for index, version in delta.weights_versions),
         )
+        self._num_received += len(delta.token_ids)
         if delta.prompt_logprobs is not None:
             out.prompt_logprobs = token_logprobs(self._tokenizer, delta.prompt_logprobs)
         logprobs = None if delta.logprobs is None else token_logprobs(self._tokenizer, delta.logprobs)

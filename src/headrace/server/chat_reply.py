@@ -8,8 +8,8 @@ from typing import Any
 from headrace.processing.logprobs import TokenLogprob
 from headrace.processing.outputs import TextDelta
 from headrace.server.logprobs import chat_logprobs, prompt_logprobs
-from headrace.server.shape import ChoiceParts, PromptRows, ReplyShape, usage_object
-from headrace.server.sse import FINISH, FrameWriter, encode
+from headrace.server.shape import ChoiceParts, PromptRows, ReplyShape, usage_object, weight_version
+from headrace.server.sse import FINISH, FrameWriter, encode, version_json
 from headrace.types import Usage
 
 ROLE_DELTA = b'{"role":"assistant","content":""}'
@@ -37,6 +37,7 @@ class ChatReply:
             "model": shape.model,
             "choices": [self._whole_choice(index, parts) for index, parts in enumerate(choices)],
             "usage": usage_object(usage),
+            **weight_version(choices),
         }
         rows = max((parts.prompt_logprobs for parts in choices), key=len, default=[])
         return body | self._of_prompt(rows)
@@ -52,7 +53,7 @@ class ChatReply:
         }
         if self._shape.return_token_ids:
             choice["token_ids"] = parts.token_ids
-        return choice
+        return choice | parts.versions.members()
 
     # ------------------------------------------------------------------ a stream
 
@@ -98,18 +99,19 @@ class ChatReply:
         return self._writer.frame(choice, usage, self._prompt_json(unsent))
 
     def _finish_frame(self, index: int, unsent: ChoiceParts, usage: Usage) -> bytes:
+        spans = unsent.versions.members()
         choice = b'{"index":%d,"delta":{},"logprobs":%b,"finish_reason":%b,"stop_reason":%b%b}' % (
             index,
             self._logprobs_json(unsent.logprobs),
             FINISH[unsent.finish_reason],
             encode(unsent.stop_reason),
-            self._token_ids_json(unsent.token_ids),
+            self._token_ids_json(unsent.token_ids) + (b"," + encode(spans)[1:-1] if spans else b""),
         )
-        return self._writer.frame(choice, usage, self._prompt_json(unsent))
+        return self._writer.frame(choice, usage, self._prompt_json(unsent) + version_json(unsent))
 
     def _after(self, sent: ChoiceParts) -> ChoiceParts:
         """What is left to send; rows of the prompt have gone out with the first content."""
-        return ChoiceParts(finish_reason=sent.finish_reason, stop_reason=sent.stop_reason)
+        return ChoiceParts(finish_reason=sent.finish_reason, stop_reason=sent.stop_reason, versions=sent.versions)
 
     # ------------------------------------------------------------------ parts of both
 

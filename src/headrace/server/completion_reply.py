@@ -9,8 +9,8 @@ from headrace.processing.logprobs import TokenLogprob
 from headrace.processing.outputs import TextDelta
 from headrace.processing.tokenizer import Tokenizer
 from headrace.server.logprobs import CompletionLogprobs, prompt_logprobs
-from headrace.server.shape import ChoiceParts, PromptRows, ReplyShape, usage_object
-from headrace.server.sse import FINISH, FrameWriter, encode
+from headrace.server.shape import ChoiceParts, PromptRows, ReplyShape, usage_object, weight_version
+from headrace.server.sse import FINISH, FrameWriter, encode, version_json
 from headrace.types import Usage
 
 
@@ -40,6 +40,7 @@ class CompletionReply:
             "model": shape.model,
             "choices": [self._whole_choice(index, parts) for index, parts in enumerate(choices)],
             "usage": usage_object(usage),
+            **weight_version(choices),
         }
 
     def _whole_choice(self, index: int, parts: ChoiceParts) -> dict[str, Any]:
@@ -52,7 +53,7 @@ class CompletionReply:
             "finish_reason": parts.finish_reason.label,
             "stop_reason": parts.stop_reason,
         }
-        return choice | self._of_prompt(index, rows) | self._of_tokens(parts.token_ids)
+        return choice | self._of_prompt(index, rows) | self._of_tokens(parts.token_ids) | parts.versions.members()
 
     # ------------------------------------------------------------------ a stream
 
@@ -75,7 +76,7 @@ class CompletionReply:
             is_first = False
             self._started.add(index)
             self._unsent[index] = unsent = ChoiceParts(
-                finish_reason=unsent.finish_reason, stop_reason=unsent.stop_reason
+                finish_reason=unsent.finish_reason, stop_reason=unsent.stop_reason, versions=unsent.versions
             )
         if unsent.finish_reason is not None:
             frames.append(self._text_frame(index, unsent, usage, is_first, is_last=True))
@@ -90,7 +91,7 @@ class CompletionReply:
         logprobs = self._logprobs(index, rows, unsent.logprobs, is_first=is_first) if has_rows else None
         more = (self._of_prompt(index, rows) if is_first else {}) | self._of_tokens(unsent.token_ids)
         if is_last:
-            more["stop_reason"] = unsent.stop_reason
+            more |= {"stop_reason": unsent.stop_reason, **unsent.versions.members()}
         choice = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}' % (
             index,
             encode(text),
@@ -98,7 +99,7 @@ class CompletionReply:
             FINISH[unsent.finish_reason] if is_last else b"null",
             b"," + encode(more)[1:-1] if more else b"",
         )
-        return self._writer.frame(choice, usage)
+        return self._writer.frame(choice, usage, version_json(unsent) if is_last else b"")
 
     # ------------------------------------------------------------------ parts of both
 

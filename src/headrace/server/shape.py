@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from headrace.errors import ErrorInfo, FailedRequest, InternalError, RequestError, Unavailable
+from headrace.errors import FailedRequest, InternalError, RequestError
 from headrace.processing.logprobs import TokenLogprob
 from headrace.processing.outputs import TextDelta
 from headrace.types import FinishReason, Usage
@@ -34,6 +34,31 @@ class ReplyShape:
 
 
 @dataclass(slots=True)
+class ChoiceVersions:
+    """Which weights made which tokens of a choice."""
+
+    starts: list[tuple[int, str]] = field(default_factory=list)  # (token, version from there on)
+    num_tokens: int = 0
+
+    @property
+    def last(self) -> str | None:
+        """Of the newest token; None if there is none."""
+        return self.starts[-1][1] if self.starts else None
+
+    def members(self) -> dict[str, Any]:
+        """The choice's member for a request that crossed a refresh; nothing for all others."""
+        if len(self.starts) < 2:
+            return {}
+        ends = [start for start, _ in self.starts[1:]] + [self.num_tokens]
+        spans = [
+            {"version": version, "start": start, "end": min(end, self.num_tokens)}
+            for (start, version), end in zip(self.starts, ends, strict=True)
+            if start < self.num_tokens
+        ]
+        return {"weight_versions": spans} if len(spans) > 1 else {}
+
+
+@dataclass(slots=True)
 class ChoiceParts:
     """What has come of one choice: all of it for a plain reply, what is not sent yet in a stream."""
 
@@ -43,8 +68,11 @@ class ChoiceParts:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    versions: ChoiceVersions = field(default_factory=ChoiceVersions)
 
     def add(self, delta: TextDelta) -> None:
+        self.versions.starts.extend(delta.weights_versions)
+        self.versions.num_tokens += len(delta.token_ids)
         if delta.text:
             self.text.append(delta.text)
         self.token_ids.extend(delta.token_ids)
@@ -99,15 +127,16 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def failure(delta: TextDelta) -> RequestError | None:
-    """The error that a choice's end stands for, if it is one: on these routes an abort is an error (503 `aborted`)."""
-    return failure_of(delta.finish_reason, delta.error)
-
-
-def failure_of(reason: FinishReason | None, error: ErrorInfo | None) -> RequestError | None:
-    if reason is not FinishReason.ERROR and reason is not FinishReason.ABORT:
-        return None
-    if error is not None:
-        return FailedRequest(error)
-    if reason is FinishReason.ERROR:
+    """The error that a choice's end stands for, if it is one. What a control operation has ended is none: its sender
+    gets what there is, with `finish_reason` abort, as trainers expect."""
+    if delta.error is not None:
+        return FailedRequest(delta.error)
+    if delta.finish_reason is FinishReason.ERROR:
         return InternalError("The engine failed on this request.")
-    return Unavailable("The request was aborted by a control operation.", code="aborted")
+    return None
+
+
+def weight_version(choices: Iterable[ChoiceParts]) -> dict[str, Any]:
+    """The reply's member: the newest version that made any of its tokens."""
+    versions = [parts.versions.last for parts in choices if parts.versions.last is not None]
+    return {"weight_version": versions[-1] if versions else None}

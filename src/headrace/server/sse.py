@@ -18,7 +18,7 @@ from headrace.errors import ErrorInfo, RequestError
 from headrace.processing.outputs import TextDelta
 from headrace.server.disconnect import ClientGone
 from headrace.server.errors import error_object, internal_error
-from headrace.server.shape import Reply, ReplyShape, failure, usage_object
+from headrace.server.shape import ChoiceParts, Reply, ReplyShape, failure, usage_object
 from headrace.types import FinishReason, Usage
 
 if TYPE_CHECKING:
@@ -32,11 +32,16 @@ HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold the frames back
 ]
-FINISH = {None: b"null", FinishReason.STOP: b'"stop"', FinishReason.LENGTH: b'"length"'}
+FINISH = {None: b"null", FinishReason.STOP: b'"stop"', FinishReason.LENGTH: b'"length"', FinishReason.ABORT: b'"abort"'}
 
 
 def encode(value: object) -> bytes:
     return msgspec.json.encode(value)
+
+
+def version_json(parts: ChoiceParts) -> bytes:
+    """The member of a choice's last frame that says which weights made it."""
+    return b',"weight_version":' + encode(parts.versions.last)
 
 
 def error_frame(info: ErrorInfo) -> bytes:

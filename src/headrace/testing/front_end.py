@@ -52,6 +52,7 @@ def says(text: str, *, reason: FinishReason = FinishReason.STOP) -> Script:
                     delta.logprobs = rows([token_id], params.logprobs + 1)
                 if step == 0:
                     delta.num_cached_tokens, delta.queue_s, delta.prefill_s = 0, 0.1, 0.2
+                    delta.weights_versions = ((0, "step-7"),)
                     prompt = submit.prompts[choice // params.n]
                     if params.prompt_logprobs is not None and len(prompt) > 1:
                         delta.prompt_logprobs = rows(prompt[1:], params.prompt_logprobs + 1)

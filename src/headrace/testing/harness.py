@@ -60,7 +60,7 @@ class ChoiceRecord:
 class EngineHarness:
     """One engine, its clock, its strict executor, and the records of all choices."""
 
-    def __init__(
+    def __init__(  # budget: every parameter is an option of the engine
         self,
         *,
         num_blocks: int = 64,

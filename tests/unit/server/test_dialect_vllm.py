@@ -159,7 +159,7 @@ async def test_trl_s_own_server(slash: str) -> None:
     assert operations_of(front_end)[1:] == [
         ("join_group", {**joined, "group_name": "weight_update_group"}),
         ("begin_refresh", {}),
-        ("apply_refresh", {"source": GROUP_SOURCE, "wait": False}),
+        ("apply_refresh", {"source": GROUP_SOURCE | {"src": -1}, "wait": False}),
         ("leave_group", {"group_name": "weight_update_group"}),
     ]
 

@@ -39,6 +39,7 @@ async def test_chat_body(front_end: FrontEnd) -> None:
             "prompt_tokens_details": {"cached_tokens": 0},
             "completion_tokens_details": {"reasoning_tokens": 0},
         },
+        "weight_version": "step-7",
     }
     assert body["id"].startswith("chatcmpl-")
 

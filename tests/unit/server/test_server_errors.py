@@ -93,7 +93,6 @@ def ends_with(error: ErrorInfo | None, reason: FinishReason) -> Callable[[Submit
         (DeadlineExceeded("3 s are over").info(), FinishReason.ABORT, 504, "deadline_exceeded"),
         (Unavailable("gone", code="engine_dead").info(), FinishReason.ERROR, 503, "engine_dead"),
         (None, FinishReason.ERROR, 500, "internal_error"),
-        (None, FinishReason.ABORT, 503, "aborted"),
     ],
 )
 async def test_ended_before_the_first_token(

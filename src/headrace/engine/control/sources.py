@@ -41,7 +41,7 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path           path
     shared_memory  segment, manifest
     file           file, format, manifest (raw, sparse), load_format (pickle), delete: a body in a file
-    group          group_name, manifest, load_format, src (the sender's rank), packed_buffer_bytes
+    group          group_name, manifest, load_format, src (the sender's rank; -1: the last), packed_buffer_bytes
 
     The manifest is names, dtypes, shapes and, where bytes are not one after the other, offsets. A sparse file holds
     for each tensor as many indices (of index_dtype) and then values as its shape, [n], says.
@@ -125,10 +125,8 @@ def _read(source: Source, state: EngineState) -> dict[str, CheckpointTensor]:
         group = state.groups.get(source.group_name)
         if group is None:
             raise NotFound(f"There is no group {source.group_name[:80]!r}: join_group comes first.", param="group_name")
-        tensors: dict[str, CheckpointTensor] = group.receive(
-            source.manifest, source.load_format, source.src, packed_buffer_bytes=source.packed_buffer_bytes
-        )
-        return tensors
+        sender, buffer_bytes = source.src % group.world_size, source.packed_buffer_bytes
+        return group.receive(source.manifest, source.load_format, sender, packed_buffer_bytes=buffer_bytes)
     buffer = map_file(Path(_needed(source, "file")))
     if source.format == "safetensors":
         return read_safetensors_bytes(buffer)

@@ -25,6 +25,7 @@ from headrace.engine.core import EngineCore
 from headrace.errors import DeadlineExceeded
 from headrace.executor.base import Executor, Stage
 from headrace.transport.messages import Lifecycle
+from headrace.weights.incoming.process_group import TransferGroup
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class EngineState:
     wake: Callable[[], None]
     clock: Callable[[], float] = time.monotonic
     refresh: OpenRefresh | None = None
-    groups: dict[str, Any] = field(default_factory=dict)  # weights.incoming.process_group, by name
+    groups: dict[str, TransferGroup] = field(default_factory=dict)  # by name
 
     @property
     def executor(self) -> Executor:

@@ -76,6 +76,10 @@ def group_source(
     }
 
 
+def drop_none(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 async def read_tensor_body(request: Request, model: type[Model]) -> Model:
     """A body whose JSON may hold tensors: up to --max-refresh-bytes, in memory."""
     request_state(request)["max_body_bytes"] = context_of(request).config.admission.max_refresh_bytes

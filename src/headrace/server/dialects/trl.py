@@ -59,7 +59,8 @@ async def update_named_param(request: Request) -> Response:
     body = await read_body(request, NamedParam)
     async with ends_refresh(context):
         await wait_for_background(context)
-    await add_tensors(context, group_source([body.name], [body.dtype], [body.shape]), wait=False)
+    source = group_source([body.name], [body.dtype], [body.shape]) | {"src": -1}  # the trainer is the last member
+    await add_tensors(context, source, wait=False)
     return json_response({"message": "Request received, updating named parameter"})
 
 

@@ -32,6 +32,7 @@ from headrace.server.dialects.bodies import (
     Nothing,
     as_int,
     as_text,
+    drop_none,
     group_source,
     pickled_source,
     query_flag,
@@ -76,6 +77,7 @@ class UpdateInfo(RequestModel):
     dtype_names: list[str] | None = None
     shapes: list[list[int]] | None = None
     packed: bool = False
+    packed_buffer_size_bytes: int | None = None
     ipc_handles: Any = None
     ipc_handles_pickled: Any = None
 
@@ -90,7 +92,8 @@ class UpdateInfo(RequestModel):
             raise InvalidRequest(
                 "update_info needs names, dtype_names and shapes.", param="update_info", code="missing_field"
             )
-        return group_source(self.names, self.dtype_names, self.shapes, form=PACKED if self.packed else None)
+        source = group_source(self.names, self.dtype_names, self.shapes, form=PACKED if self.packed else None)
+        return source | drop_none(packed_buffer_bytes=self.packed_buffer_size_bytes)
 
 
 class UpdateWeights(RequestModel):

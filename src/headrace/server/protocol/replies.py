@@ -61,6 +61,14 @@ class AssistantMessage(msgspec.Struct):
     refusal: None = None
 
 
+class VersionSpan(msgspec.Struct):
+    """Tokens [start, end) of a choice that crossed a refresh, and the label of the weights that made them."""
+
+    version: str
+    start: int
+    end: int
+
+
 class ChatChoice(msgspec.Struct):
     index: int
     message: AssistantMessage
@@ -68,6 +76,7 @@ class ChatChoice(msgspec.Struct):
     finish_reason: str
     stop_reason: int | str | None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    weight_versions: list[VersionSpan] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletion(msgspec.Struct):
@@ -77,6 +86,7 @@ class ChatCompletion(msgspec.Struct):
     model: str
     choices: list[ChatChoice]
     usage: UsageReply
+    weight_version: str | None
     prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
@@ -97,6 +107,7 @@ class CompletionChoice(msgspec.Struct):
     prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    weight_versions: list[VersionSpan] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct):
@@ -106,6 +117,7 @@ class Completion(msgspec.Struct):
     model: str
     choices: list[CompletionChoice]
     usage: UsageReply
+    weight_version: str | None
 
 
 class ModelCard(msgspec.Struct):

@@ -15,6 +15,7 @@ from headrace.processing.checks import check_name
 from headrace.server.protocol.common import RequestModel
 from headrace.weights.incoming.base import MAX_DIMENSION, MAX_NAME_LENGTH, MAX_TENSORS
 from headrace.weights.incoming.checksum import DIGEST_BYTES
+from headrace.weights.incoming.process_group import MAX_WORLD_SIZE
 from headrace.weights.safetensors import MAX_DIMENSIONS
 
 MAX_PATH_CHARS = 4095
@@ -104,6 +105,12 @@ class GroupSource(TensorLayout):
     kind: Literal["group"]
     group_name: Label = "weight_update_group"
     load_format: Literal["flattened_bucket", "packed"] | None = None
+    src: Annotated[int, Field(ge=-1, le=MAX_WORLD_SIZE)] | None = Field(
+        None, description="Rank of the member that sends, -1 for the last one. Default 0."
+    )
+    packed_buffer_bytes: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = Field(
+        None, description="Of the packed format, as the sender has it. Default 1 GiB."
+    )
 
 
 class SentTensors(TensorLayout):

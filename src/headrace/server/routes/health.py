@@ -12,16 +12,15 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from headrace.errors import Unavailable
+from headrace.errors import FailedRequest, Unavailable
 from headrace.processing.inputs import request_names
 from headrace.server.context import ServerContext, context_of
 from headrace.server.errors import error_object, json_response
 from headrace.server.openapi import describe
 from headrace.server.protocol.replies import Readiness, VersionReply
-from headrace.server.shape import failure_of
 from headrace.server.version import VERSION
 from headrace.transport.messages import Submit
-from headrace.types import SamplingParams
+from headrace.types import FinishReason, SamplingParams
 
 PROBE_TIMEOUT_S = 4.5  # RL health monitors give up, and restart the server, after 5 s
 PROBE_PRIORITY = -(2**31)  # ahead of every request: a long queue is no illness
@@ -66,8 +65,10 @@ async def health_generate(request: Request) -> Response:
     try:
         async for deltas in stream:
             for delta in deltas:
-                if error := failure_of(delta.finish_reason, delta.error):
-                    raise error
+                if delta.error is not None:
+                    raise FailedRequest(delta.error)
+                if delta.finish_reason is FinishReason.ABORT:
+                    raise Unavailable("The probe was ended by a control operation.", code="aborted")
     finally:
         stream.close("disconnect")
     return json_response({"status": "ok", "reasons": []})

@@ -82,6 +82,11 @@ class TransferGroup:
         return self._join.group_name
 
     @property
+    def world_size(self) -> int:
+        """Members, the sender and this server among them."""
+        return self._join.world_size
+
+    @property
     def is_open(self) -> bool:
         """Joined, and neither failed nor closed since."""
         return self._is_joined and self._end is None

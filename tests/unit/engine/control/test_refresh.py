@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,8 @@ class RefreshRig(EngineHarness):
 
 
 @pytest.fixture
-def rig(models: Callable[[int], Path]) -> Iterator[RefreshRig]:
-    yield RefreshRig(models(1))
+def rig(models: Callable[[int], Path]) -> RefreshRig:
+    return RefreshRig(models(1))
 
 
 @pytest.fixture(scope="module")
