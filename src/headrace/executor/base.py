@@ -30,6 +30,7 @@ class Stage(Protocol):
     """New weights on their way in (models/stage.py). Used by one thread at a time, any. Raises InvalidRequest."""
 
     num_bytes: int
+    pack_s: float  # seconds spent on packing so far
 
     @property
     def num_tensors(self) -> int: ...

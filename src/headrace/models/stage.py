@@ -7,6 +7,7 @@ May be used in another thread than the steps, by one at a time. Errors are Inval
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ class WeightStage:
         self._waiting: dict[str, CheckpointTensor] = {}  # whose units are not complete
         self._handles: dict[str, Packed] = {}
         self.num_bytes = 0
+        self.pack_s = 0.0
         self.result: tuple[WeightSet, Decoder] | None = None  # set by the executor, of a finished stage
 
     @property
@@ -206,8 +208,9 @@ class WeightStage:
 
     def _pack(self, unit_name: str, given: Mapping[str, Any]) -> None:
         assert self._layout is not None, "chosen before tensors are taken"
-        formats = self._formats.get(unit_name, ())
+        formats, started_s = self._formats.get(unit_name, ()), time.perf_counter()
         self._handles[unit_name] = self._units[unit_name].pack(given, self._packer, self._layout.config, formats)
+        self.pack_s += time.perf_counter() - started_s
 
     def _complete_from_base(self) -> None:
         """Units of which only some tensors came take the others from the weights that they change."""

@@ -21,6 +21,7 @@ class EchoStage:
         self._base = base
         self.tensors: dict[str, np.ndarray] = {}
         self.num_bytes = 0
+        self.pack_s = 0.0
 
     @property
     def num_tensors(self) -> int:

@@ -174,6 +174,9 @@ def has_only_finite(data: np.ndarray, kind: TensorKind) -> bool:
     if kind in _SCALES:
         data, kind = np.ascontiguousarray(data.reshape(-1, kind.block_bytes)[:, _SCALES[kind]]), TensorKind.F16
     dtype, exponent = _EXPONENTS[kind]
-    bits, mask = data.reshape(-1).view(dtype), dtype(exponent)
-    step = CHUNK_ELEMENTS
-    return not any(bool(((bits[i : i + step] & mask) == mask).any()) for i in range(0, bits.shape[0], step))
+    bits, mask, room = data.reshape(-1).view(dtype), dtype(exponent), np.empty(CHUNK_ELEMENTS, dtype)
+    for start in range(0, bits.shape[0], CHUNK_ELEMENTS):
+        chunk = bits[start : start + CHUNK_ELEMENTS]
+        if np.bitwise_and(chunk, mask, out=room[: chunk.shape[0]]).max() == mask:
+            return False
+    return True

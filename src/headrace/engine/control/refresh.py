@@ -109,7 +109,7 @@ def apply_refresh(state: EngineState, arguments: ApplyArguments) -> Steps[Result
         raise
     finally:
         refresh.last_heard_s = state.clock()
-    refresh.read_s += state.clock() - started_s
+    refresh.apply_s += state.clock() - started_s
     refresh.sources += 1
     path = arguments.source.path
     is_whole = path is not None and refresh.sources == 1 and not refresh.is_delta
@@ -124,7 +124,7 @@ def commit_refresh(state: EngineState, arguments: CommitArguments) -> Steps[Resu
     refresh.timeout_s = float("inf")  # its sender has nothing more to say
     try:
         yield from state.background(lambda: state.executor.finish(stage))
-        packed_s = state.clock()
+        finish_s = state.clock() - started_s
         yield from state.settle(arguments.mode)
     except RequestError:
         refresh.timeout_s, refresh.last_heard_s = state.config.refresh_timeout, state.clock()
@@ -136,8 +136,8 @@ def commit_refresh(state: EngineState, arguments: CommitArguments) -> Steps[Resu
         "version": state.lifecycle.version,
         "epoch": state.lifecycle.epoch,
         "staged": refresh.is_staged,
-        "read_s": round(refresh.read_s, 6),
-        "pack_s": round(packed_s - started_s, 6),
+        "read_s": round(refresh.apply_s - stage.pack_s, 6),
+        "pack_s": round(stage.pack_s + finish_s, 6),
         "stall_s": round(stall_s, 6),
     }
 
@@ -162,8 +162,9 @@ def abort_refresh(state: EngineState, arguments: msgspec.Struct) -> Result:
 
 def refresh_weights(state: EngineState, arguments: RefreshArguments) -> Steps[Result]:
     """All three in one; whatever fails aborts it."""
-    check(arguments.source)  # before weights that serve may have to go
     begin = BeginArguments(arguments.staged, arguments.delta, arguments.mode)
+    if state.refresh is None and not _decide(state, begin):
+        check(arguments.source)  # before weights that serve have to go
     yield from begin_refresh(state, begin)
     try:
         yield from apply_refresh(state, ApplyArguments(arguments.source, arguments.checksums))

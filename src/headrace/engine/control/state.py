@@ -46,7 +46,7 @@ class OpenRefresh:
     started: float  # unix time
     last_heard_s: float
     timeout_s: float
-    read_s: float = 0.0
+    apply_s: float = 0.0  # reading and packing
     path: Path | None = None  # where all of it came from, if from one place on disk
     sources: int = 0
 
