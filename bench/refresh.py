@@ -144,7 +144,7 @@ def report(name: str, way: Callable[[], dict[str, Any]], rounds: int, watcher: W
     wall, pack, stall, gap = (statistics.median(seconds) for seconds in (walls, packs, stalls, gaps))
     goal = 1.5 * num_bytes / bandwidth + 0.1
     print(
-        f"{name}: {num_bytes / 1e6:.0f} MB in {wall:.3f} s, of which packing {pack:.3f} s and all else {wall - pack:.3f} s"
+        f"{name}: {num_bytes / 1e6:.0f} MB in {wall:.3f} s, packing {pack:.3f} s and all else {wall - pack:.3f} s"
         f" (1.5 x copy + 0.1 s is {goal:.3f} s); commit {1e3 * stall:.1f} ms, longest gap {1e3 * gap:.0f} ms"
     )
 

@@ -35,11 +35,11 @@ class TimedBackend:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def run(self, model: Any, inputs: Any) -> np.ndarray:
+    def run(self, model: Any, inputs: Any) -> Any:
         begin = time.perf_counter()
-        logits: np.ndarray = self._backend.run(model, inputs)
+        outputs = self._backend.run(model, inputs)
         self.forward_s += time.perf_counter() - begin
-        return logits
+        return outputs
 
 
 def measure(model_file: Path, num_streams: int, num_steps: int, temperature: float) -> tuple[list[float], list[float]]:

@@ -22,7 +22,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -115,8 +115,10 @@ class DeadlineExceeded(RequestError):
 class FailedRequest(RequestError):
     """An error that came back from the engine as data."""
 
-    def __init__(self, info: ErrorInfo) -> None:
+    def __init__(self, info: ErrorInfo, operation: dict[str, Any] | None = None) -> None:
+        """`operation`: the object of the control operation that failed with it."""
         super().__init__(info.message, param=info.param, code=info.code, retry_after_s=info.retry_after_s)
+        self.operation = operation
         self._info = info
 
     def info(self) -> ErrorInfo:

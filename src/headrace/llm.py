@@ -29,6 +29,7 @@ from headrace.executor import create_executor
 from headrace.processing.inputs import ChatInput, InputProcessor, PreparedRequest, Prompt
 from headrace.processing.outputs import OutputAssembler, TextDelta, TokenLogprob
 from headrace.processing.tokenizer import Tokenizer, load_tokenizer
+from headrace.processing.vocabulary import load_vocabulary
 from headrace.transport.messages import EngineInfo
 from headrace.types import SamplingParams, Usage
 from headrace.weights.hub import ResolvedModel, resolve_model
@@ -92,7 +93,7 @@ class LLM:
         model = resolve_model_config(config.model, resolved.name, resolved.recommended_sampling)
         config = dataclasses.replace(config, model=model)
         self._tokenizer = load_tokenizer(resolved.path, config.model.tokenizer, config.model.chat_template)
-        self._inputs = InputProcessor(self._tokenizer, _ADMISSION, seed=config.model.seed)
+        self._inputs = InputProcessor(self._tokenizer, _ADMISSION, seed=config.model.seed, grammar=config.grammar)
         self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=self._loop.run_forever, name="headrace-llm", daemon=True)
         thread.start()
@@ -146,6 +147,11 @@ class LLM:
     ) -> Iterator[TextDelta]:
         """Yields pieces of the answer as they come. Leaving the iteration early aborts the request."""
         return self._stream(_chat_input(messages, template_kwargs), params or self.default_params)
+
+    def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        """Runs a control operation to its effect: pause, sleep, refresh_weights, ... (docs/rl.md lists them)."""
+        self._require_open()
+        return self._run(self._client.control(operation, **arguments))
 
     def close(self) -> None:
         """Ends what still runs and lets go of the model. Idempotent."""
@@ -277,7 +283,12 @@ def _raise_failure(delta: TextDelta) -> None:
 
 async def _open_client(config: EngineConfig, resolved: ResolvedModel) -> EngineClient:
     def create_core() -> EngineCore:
-        executor = create_executor(config.model, resolved.path)
+        executor = create_executor(
+            config.model,
+            resolved.path,
+            lambda: load_vocabulary(resolved.path, config.model.tokenizer),
+            config.grammar.num_grammars_kept,
+        )
         return EngineCore(executor, config.cache, config.scheduler, config.model.max_model_len)
 
     client = InprocClient(create_core, _ADMISSION, config.control, resolved.path)

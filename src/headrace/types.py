@@ -35,6 +35,13 @@ class FinishReason(IntEnum):
         return self.name.lower()
 
 
+class GrammarSpec(msgspec.Struct, frozen=True, array_like=True):
+    """What an output must match, whatever the request called it. `grammar/` compiles it."""
+
+    kind: str  # json_schema, regex or lark; on its way in also gbnf, choice, structural_tag and tool_calls
+    text: str
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens of one request are chosen and when generation ends.
 
@@ -63,6 +70,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None  # None: none; 0: of the sampled token; N: and the N most likely; -1: the vocabulary
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    grammar: GrammarSpec | None = None  # what the output must match
 
 
 class LogprobRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -116,6 +124,7 @@ class Usage(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int = 0  # of the completion's
 
     @property
     def total_tokens(self) -> int:

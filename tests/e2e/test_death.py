@@ -44,6 +44,7 @@ def family(server: RunningServer) -> list[psutil.Process]:
 
 
 def test_a_killed_engine_ends_every_stream_and_the_server() -> None:
+    """H2."""
     with RunningServer([*MOCK, "--api-servers", "2", "--port", free_port()]) as server:
         children = family(server)
         streams = begin_streams(server.url, 6, max_tokens=LONG)
@@ -62,6 +63,7 @@ def test_a_killed_engine_ends_every_stream_and_the_server() -> None:
 
 
 def test_a_killed_engine_takes_even_a_front_end_that_hangs_with_it() -> None:
+    """H2, H3."""
     with RunningServer([*MOCK]) as server:
         children = family(server)
         os.kill(server.children(FRONT_END)[0].pid, signal.SIGSTOP)
@@ -87,6 +89,7 @@ def test_a_killed_front_end_is_restarted_and_keys_stay_secret() -> None:
 
 
 def test_a_stopped_engine_makes_readyz_503_until_it_goes_on_and_children_follow_a_killed_supervisor() -> None:
+    """H1, H3."""
     options = [*MOCK, "--heartbeat-timeout", "1.5", "--api-servers", "2", "--port", free_port()]
     with RunningServer(options) as server:
         children = family(server)

@@ -174,7 +174,7 @@ def _upload_file(client: ControlClient, args: argparse.Namespace, file: Path, ba
 
 def _upload_all(client: ControlClient, args: argparse.Namespace, files: list[Path], bar: Bar) -> Json:
     """A checkpoint of several files: one refresh that all of them belong to. It is given up if one of them fails."""
-    operation = client.run("begin_refresh", _given(args, "staged", "delta", "mode", "timeout_s"), bar.show_status)
+    operation = client.run("begin_refresh", _given(args, "staged", "delta", "mode"), bar.show_status)
     if operation["state"] != "succeeded":
         return operation
     try:

@@ -9,6 +9,7 @@ from headrace.config.cli import add_options, given_options
 from headrace.config.generation import resolve_model_config
 from headrace.config.load import load_config
 from headrace.config.options import ServeConfig
+from headrace.observability.tracing import check_tracing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = load_config(ServeConfig, given_options(args), args.config)
+    check_tracing(config.observability.otlp_traces_endpoint)
     # Imported late: `--help` and a wrong option need none of it.
     from headrace.control.supervisor import serve
     from headrace.weights.hub import resolve_model

@@ -6,13 +6,17 @@ process; both pass one conformance suite. All methods belong to one asyncio even
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from headrace.errors import ErrorInfo
 from headrace.transport.messages import EngineInfo, Submit
+from headrace.transport.stats import REFRESH_SOURCES, STEP_TOKEN_BOUNDS, EngineStats
 from headrace.types import FinishReason, LogprobRows, RequestId
+
+_NO_STATS = EngineStats()
 
 
 @dataclass(slots=True)
@@ -75,6 +79,10 @@ class EngineStatus:
     prefix_hits: int = 0  # tokens found
     num_prompt_tokens: int = 0  # totals since start
     num_generated_tokens: int = 0
+    num_step_tokens: int = 0  # tokens that steps computed
+    steps_by_tokens: tuple[int, ...] = _NO_STATS.steps_by_tokens
+    refreshes: tuple[int, ...] = _NO_STATS.refreshes
+    refresh_us: tuple[int, ...] = _NO_STATS.refresh_us
     weights_state: str = "ready"  # ready, asleep, updating, poisoned
     weights_reason: str | None = None  # why it is poisoned
     asleep: tuple[str, ...] = ()  # of weights, kv_cache
@@ -85,6 +93,17 @@ class EngineStatus:
     @property
     def kv_usage(self) -> float:
         return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    @property
+    def step_buckets(self) -> list[tuple[float, int]]:
+        """(most tokens, steps with so many and more than the bucket before)."""
+        return list(zip((*STEP_TOKEN_BOUNDS, math.inf), self.steps_by_tokens, strict=True))
+
+    @property
+    def refresh_seconds(self) -> dict[str, tuple[int, float]]:
+        """By the kind of its source: the number of committed refreshes, and what they took from begin to commit."""
+        pairs = zip(self.refreshes, (microseconds / 1e6 for microseconds in self.refresh_us), strict=True)
+        return dict(zip(REFRESH_SOURCES, pairs, strict=True))
 
 
 class EngineClient(Protocol):
@@ -114,10 +133,11 @@ class EngineClient(Protocol):
         """Ends requests by this client's ids, by anybody's names, or all; returns how many choices were alive."""
         ...
 
-    async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
+    async def control(self, operation: str, *, trace_parent: str | None = None, **arguments: Any) -> dict[str, Any]:
         """Runs a control operation and returns its operation object after its effect; with `wait=False` at once.
 
-        docs/rl.md lists them. Raises RequestError as the engine reports it.
+        docs/rl.md lists them. Raises RequestError as the engine reports it: FailedRequest, with the operation object if
+        one was begun. `trace_parent` (W3C) names the trace that the object will carry.
         """
         ...
 

@@ -94,8 +94,8 @@ class InprocClient:
     ) -> int:
         return await self._require_session().abort(request_ids, names, reason)
 
-    async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        return await self._require_session().control(operation, arguments)
+    async def control(self, operation: str, *, trace_parent: str | None = None, **arguments: Any) -> dict[str, Any]:
+        return await self._require_session().control(operation, arguments, trace_parent)
 
     def status(self) -> EngineStatus:
         session = self._session

@@ -11,12 +11,13 @@ from headrace.transport.board import FrontEndRecord, StatusBoard
 
 
 class FrontEndReport:
-    """One per process. A new one wipes what a dead predecessor had left in the slot."""
+    """One per process. A new one wipes what a dead predecessor had left in the slot, but for the log level."""
 
     def __init__(self, board: StatusBoard, index: int) -> None:
         self._board = board
         self._index = index
-        self._record = FrontEndRecord(pid=os.getpid())
+        left = board.read_front_end(index)
+        self._record = FrontEndRecord(pid=os.getpid(), log_level=left.log_level, log_level_ns=left.log_level_ns)
         board.write_front_end(index, self._record)
 
     def update(self, **changes: Any) -> None:

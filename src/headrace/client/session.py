@@ -101,10 +101,10 @@ class Session:
         assert isinstance(num_aborted, int)
         return num_aborted
 
-    async def control(self, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    async def control(self, operation: str, arguments: dict[str, Any], trace_parent: str | None) -> dict[str, Any]:
         self.require_info()
         call_id, answer = self._open_call()
-        self._send(Control(call_id=call_id, operation=operation, arguments=arguments))
+        self._send(Control(call_id=call_id, operation=operation, arguments=arguments, trace_parent=trace_parent))
         result = await self._wait(call_id, answer)
         assert isinstance(result, dict)
         return result
@@ -118,7 +118,7 @@ class Session:
             case AbortDone(call_id, num_aborted):
                 self._answer(call_id, num_aborted)
             case ControlDone(call_id, result, error):
-                self._answer(call_id, result or {}, error)
+                self._answer(call_id, result if error is not None else result or {}, error)
             case Lifecycle():
                 self.lifecycle = message
             case EngineReady(info, protocol, lifecycle):
@@ -175,7 +175,7 @@ class Session:
         if answer is None or answer.done():  # nobody waits: an abort without a call, or a caller that was cancelled
             return
         if error is not None:
-            answer.set_exception(FailedRequest(error))
+            answer.set_exception(FailedRequest(error, result))
         else:
             answer.set_result(result)
 

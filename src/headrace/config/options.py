@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from headrace.config.fields import option
 
+LOG_LEVELS = ("debug", "info", "warning", "error")
 BACKENDS = ("auto", "native", "reference", "reference-exact")
 
 
@@ -95,6 +96,17 @@ class ControlConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GrammarConfig:
+    """Output that must match a schema, a regular expression or a grammar."""
+
+    max_grammar_bytes: int = option(262_144, "longest schema or grammar of a request; more: 400", minimum=1)
+    grammar_timeout: float = option(10.0, "seconds that a grammar may take to compile; more: 400", above=0)
+    num_grammars_kept: int = option(
+        128, "compiled grammars that each process keeps for requests that bring the same again", minimum=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdmissionConfig:
     """What the front end accepts."""
 
@@ -118,6 +130,27 @@ class AdmissionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParsingConfig:
+    """What chat replies are taken apart into."""
+
+    reasoning_parser: str = option(
+        "auto",
+        "how the model marks its thoughts: think, deepseek_r1, qwen3, ernie_x1, gemma4, a plugin's name, none; auto: "
+        "read from the chat template",
+        metavar="NAME",
+    )
+    tool_parser: str = option(
+        "auto",
+        "how the model writes tool calls: hermes, llama3_json, mistral, pythonic, deepseek_v3, ernie_x1, a plugin's "
+        "name, none; auto: read from the chat template",
+        metavar="NAME",
+    )
+    plugin: tuple[str, ...] = option(
+        (), "Python file whose register(registry) adds parsers; repeatable; it is run", metavar="FILE"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """HTTP and processes."""
 
@@ -133,8 +166,24 @@ class ServerConfig:
     startup_timeout: float = option(600.0, "seconds that the engine may take to load", above=0)
     mock_engine: bool = option(False, "EchoModel in place of a model: for tests of the front end")
     mock_step_delay: float = option(0.0, "seconds that a step of the mock engine takes", minimum=0, maximum=60)
-    log_level: str = option("info", "least severe log line", choices=("debug", "info", "warning", "error"))
+    response_store_bytes: int = option(
+        64 * 1024 * 1024, "memory per front end for what /v1/responses keeps; the oldest go first, 0: none", minimum=0
+    )
     cors_origin: tuple[str, ...] = option((), "origin that browsers may call from; repeatable", metavar="ORIGIN")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservabilityConfig:
+    """Logs, metrics and traces."""
+
+    log_level: str = option("info", "least severe log line; POST /v1/control/log_level changes it", choices=LOG_LEVELS)
+    log_format: str = option("text", "a log line as words and key=value, or as a JSON object", choices=("text", "json"))
+    metrics_alias: tuple[str, ...] = option(
+        (), "show metrics under another server's names too; repeatable", choices=("vllm", "fastdeploy")
+    )
+    otlp_traces_endpoint: str | None = option(
+        None, "OpenTelemetry collector to send spans to (OTLP over HTTP); needs headrace[otel]", metavar="URL"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +194,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
+    grammar: GrammarConfig = field(default_factory=GrammarConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,4 +203,6 @@ class ServeConfig:
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    parsing: ParsingConfig = field(default_factory=ParsingConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)

@@ -25,13 +25,15 @@ from headrace.control.listen import open_listeners, url_of
 from headrace.control.runtime_dir import RuntimeDir
 from headrace.control.wakeup import SignalWakeup
 from headrace.errors import StartupError
-from headrace.observability.logs import configure_logging
+from headrace.observability.logs import configure_logging, set_level
 from headrace.transport.board import EngineState, StatusBoard, SupervisorRecord, SupervisorState
+from headrace.transport.log_level import LogLevelFollower
 from headrace.transport.sockets import ipc_endpoint
 
 logger = logging.getLogger(__name__)
 
 _TICK_S: Final = 0.1
+_STARTING_TICK_S: Final = 0.02  # until it is ready
 # How long each part of the end may take. Their sum stays under the 10 s within which everything is gone.
 _FLUSH_S: Final = 3.0  # front ends write the error of a dead engine to every open stream
 _MIN_FLUSH_S: Final = 0.3  # until then they may not have noticed
@@ -43,7 +45,7 @@ _DRAIN_SLACK_S: Final = 5.0  # after --drain-timeout the front ends themselves e
 def serve(config: ServeConfig, model_path: Path | None) -> int:
     """Runs the server until it ends, and returns the exit code. Raises StartupError when it cannot start."""
     started_s = time.monotonic()
-    configure_logging(config.server.log_level, "supervisor")
+    configure_logging(config.observability.log_level, "supervisor", config.observability.log_format)
     listeners = open_listeners(config.server.host, config.server.port, config.server.api_servers)
     with contextlib.ExitStack() as stack:
         for listener in listeners:
@@ -83,6 +85,7 @@ class Supervisor:
         self._record = SupervisorRecord(pid=os.getpid())
         self._front_ends = front_ends
         self._wakeup = wakeup
+        self._log_level = LogLevelFollower(board, set_level)
         self._url = url
         self._started_s = started_s
         self._is_ready = False
@@ -104,6 +107,7 @@ class Supervisor:
             if self._has_engine_ended():
                 return self._end_with_engine()
             self._tend_front_ends()
+            self._log_level.look()
             signals = self._wakeup.stop_signals
             if len(signals) > 1:
                 return 128 + signals[1]
@@ -115,7 +119,7 @@ class Supervisor:
                 return 0
             if not self._is_ready:
                 self._check_ready()
-            self._wakeup.sleep(_TICK_S)
+            self._wakeup.sleep(_TICK_S if self._is_ready else _STARTING_TICK_S)
 
     def _has_engine_ended(self) -> bool:
         return not self._engine.is_running or self._board.read_engine().state == EngineState.DEAD

@@ -16,6 +16,8 @@ from typing import Any
 import msgspec
 
 from headrace.config.options import CacheConfig, SchedulerConfig
+from headrace.engine.counts import Counts
+from headrace.engine.holding import Holding, preparation_error
 from headrace.engine.intake import Intake, num_refusals
 from headrace.engine.outputs import OutputRows
 from headrace.engine.registry import RequestRegistry
@@ -91,9 +93,9 @@ class EngineCore:
         self.lifecycle = Lifecycle(version=model.weights_version)
         self.on_lifecycle: Callable[[Lifecycle], None] = lambda _: None
         self._holds_while_asleep = holds_while_asleep
-        self._is_holding = False
-        self._held: dict[Request, None] = {}  # accepted, but behind a pause
-        self._num_steps = 0
+        self._held = Holding()  # accepted, but behind a pause, or not prepared
+        self.wake: Callable[[], None] = lambda: None  # called from any thread when something is prepared
+        self.counts = Counts()
         self._num_followers = 0
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
@@ -111,8 +113,10 @@ class EngineCore:
             self._rows.add_refusal(client, request.request_id, num_refusals(request), error.info())
             return
         self._registry.add(live)
-        if self._is_holding:
-            self._held[live] = None
+        if (grammar := request.params.grammar) is not None:
+            live.preparation = self.executor.prepare_grammar(grammar)
+            live.preparation.add_done_callback(lambda _: self.wake())
+        self._held.keep(live)
         for seq in live.sequences:
             if seq.group.leader is None:
                 seq.group.leader = seq
@@ -162,7 +166,8 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a `step` would do anything: choices are alive that may run, or rows wait to be taken."""
-        return bool(self._rows) or (self.lifecycle.is_serving and len(self._registry) > len(self._held))
+        has_some = len(self._registry) > len(self._held) or self._held.has_ready
+        return bool(self._rows) or (self.lifecycle.is_serving and has_some)
 
     def expire(self) -> None:
         """Ends what is past its deadline."""
@@ -180,9 +185,11 @@ class EngineCore:
         An exception of the executor passes through; the engine is of no use after it.
         """
         self.expire()
-        plan = self._scheduler.schedule(self._num_steps, self._clock()) if self.lifecycle.is_serving else None
+        self._let_go()
+        num_steps = self.counts.num_steps
+        plan = self._scheduler.schedule(num_steps, self._clock()) if self.lifecycle.is_serving else None
         if plan is not None:
-            self._num_steps += 1
+            self.counts.count_step(plan.num_batched_tokens)
             self._apply(self.executor.execute(plan))
         return self._rows.take()
 
@@ -276,7 +283,7 @@ class EngineCore:
         request = seq.request
         request.num_live -= 1
         if request.num_live == 0:
-            self._held.pop(request, None)
+            self._held.drop(request)
             self._registry.remove(request)
 
     # ------------------------------------------------------------------------------------------ for control operations
@@ -294,15 +301,22 @@ class EngineCore:
 
     def hold(self) -> None:
         """Requests that come from now on wait until `release`."""
-        self._is_holding = True
+        self._held.is_closed = True
 
     def release(self) -> None:
         """Held requests go on as if they had just come, if the engine can serve at all."""
         if not self.lifecycle.is_serving:
             return
-        self._is_holding = False
-        held, self._held = self._held, {}
-        for request in held:
+        self._held.is_closed = False
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Held requests that may run now enter the queue."""
+        for request in self._held.ready():
+            if (error := preparation_error(request)) is not None:
+                self._end_all([seq for seq in request.sequences if seq.is_live], FinishReason.ERROR, error)
+                continue
+            self._held.drop(request)
             for seq in request.sequences:
                 if seq.is_live and seq.group.leader is seq:
                     self._scheduler.add(seq)
@@ -346,8 +360,9 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         queries, hits = self._scheduler.prefix_counts
+        counts = self.counts
         return EngineStats(
-            step=self._num_steps,
+            step=counts.num_steps,
             num_running=len(self._scheduler.running),
             num_waiting=self._scheduler.num_queued + self._num_followers + len(self._held),
             num_queued_tokens=self._scheduler.num_queued_tokens,
@@ -358,6 +373,10 @@ class EngineCore:
             prefix_hits=hits,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_generated_tokens,
+            num_step_tokens=counts.num_step_tokens,
+            steps_by_tokens=tuple(counts.steps_by_tokens),
+            refreshes=tuple(counts.refreshes),
+            refresh_us=tuple(counts.refresh_us),
         )
 
     def check_invariants(self) -> None:

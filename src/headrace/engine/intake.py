@@ -47,7 +47,8 @@ class Intake:
             ordinal=self._num_received,
             arrival_s=now_s,
             priority_key=now_s + submit.priority * self._ageing_s,
-            stop_ids=stop_ids if params.ignore_eos else stop_ids | self._eos_ids,
+            # Where a grammar lets the EOS come, the text is complete: it ends with ignore_eos too.
+            stop_ids=stop_ids if params.ignore_eos and params.grammar is None else stop_ids | self._eos_ids,
             is_cacheable=self._info.has_prefix_cache,
         )
         self._num_received += 1

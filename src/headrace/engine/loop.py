@@ -56,6 +56,7 @@ class EngineLoop:
         """`weights_path` is where the weights were loaded from, and can be again after a sleep."""
         self._core = core
         core.on_lifecycle = self._tell_all
+        core.wake = self.wake
         state = EngineState(core, control or ControlConfig(), weights_path, self.wake)
         self._control = ControlPlane(state, self._emit_answer)
         self._emit = emit

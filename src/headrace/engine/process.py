@@ -19,9 +19,11 @@ from headrace.engine.endpoint import EngineEndpoint
 from headrace.engine.loop import EngineLoop
 from headrace.errors import StartupError
 from headrace.executor import Executor, create_executor, create_mock_executor
+from headrace.grammar import Vocabulary
 from headrace.kernels import describe
-from headrace.observability.logs import configure_logging
+from headrace.observability.logs import configure_logging, set_level
 from headrace.transport.board import EngineState, StatusBoard
+from headrace.transport.log_level import LogLevelFollower
 from headrace.transport.messages import EngineInfo
 from headrace.transport.parent_watch import ParentWatch, leave_signals_to_supervisor
 from headrace.transport.stats import EngineStats
@@ -37,7 +39,8 @@ def main(argv: list[str]) -> int:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     watch = ParentWatch()
     launch = Launch.read(Path(argv[1]))
-    configure_logging(launch.config.server.log_level, "engine")
+    observability = launch.config.observability
+    configure_logging(observability.log_level, "engine", observability.log_format)
     board = StatusBoard.open(launch.board_path)
     board.write_engine(EngineState.STARTING, EngineStats())
     endpoint = EngineEndpoint(launch.endpoint)
@@ -59,7 +62,9 @@ def build_core(launch: Launch) -> tuple[Executor, EngineCore]:
         assert server.mock_engine, "only the mock engine runs without a model"
         executor = create_mock_executor(config.model, server.mock_step_delay)
     else:
-        executor = create_executor(config.model, Path(launch.model_path))
+        path, tokenizer = Path(launch.model_path), config.model.tokenizer
+        kept = config.grammar.num_grammars_kept
+        executor = create_executor(config.model, path, lambda: _load_vocabulary(path, tokenizer), kept)
     core = EngineCore(
         executor,
         config.cache,
@@ -68,6 +73,13 @@ def build_core(launch: Launch) -> tuple[Executor, EngineCore]:
         holds_while_asleep=config.control.requests_while_asleep == "wait",
     )
     return executor, core
+
+
+def _load_vocabulary(path: Path, tokenizer: str | None) -> Vocabulary:
+    """The one place where the engine's process reads a tokenizer, for grammars; loaded only then."""
+    from headrace.processing.vocabulary import load_vocabulary
+
+    return load_vocabulary(path, tokenizer)
 
 
 def log_start(info: EngineInfo, asked_backend: str) -> None:
@@ -90,11 +102,13 @@ def log_start(info: EngineInfo, asked_backend: str) -> None:
 def run(core: EngineCore, endpoint: EngineEndpoint, board: StatusBoard, watch: ParentWatch, launch: Launch) -> int:
     """Serves until the watch says stop (0) or the engine fails (1)."""
     last = EngineStats()
+    log_level = LogLevelFollower(board, set_level)
 
     def publish(stats: EngineStats) -> None:
         nonlocal last
         last = stats
         board.write_engine(EngineState.READY, stats)
+        log_level.look()
 
     path = None if launch.model_path is None else Path(launch.model_path)
     loop = EngineLoop(core, endpoint.emit, publish, launch.config.engine.control, path)

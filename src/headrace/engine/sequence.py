@@ -11,7 +11,9 @@ state without policy: nothing here looks at a queue, a block or a clock.
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from enum import Enum
+from typing import Any
 
 from headrace.kv.hashing import HashChain
 from headrace.kv.manager import BlockTable
@@ -60,6 +62,7 @@ class Request:
         "is_cacheable",
         "num_live",
         "ordinal",
+        "preparation",
         "priority_key",
         "request_id",
         "sequences",
@@ -89,6 +92,12 @@ class Request:
         self.deadline_s = None if submit.timeout_s is None else arrival_s + submit.timeout_s
         self.sequences: list[Sequence] = []  # by choice
         self.num_live = 0
+        self.preparation: Future[Any] | None = None  # of its grammar
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the executor knows all that it needs for this request."""
+        return self.preparation is None or self.preparation.done()
 
 
 class Sequence:
@@ -166,7 +175,9 @@ class Sequence:
         """Takes a sampled token; says whether it ends the sequence."""
         self.output.append(token_id)
         self.num_tokens += 1
-        if token_id in self.request.stop_ids and len(self.output) > self.params.min_tokens:
+        # A grammar comes before min_tokens: it lets an end come early only where nothing else may follow.
+        is_end_allowed = len(self.output) > self.params.min_tokens or self.params.grammar is not None
+        if token_id in self.request.stop_ids and is_end_allowed:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_tokens >= self.max_total_tokens else None
 

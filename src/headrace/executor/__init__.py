@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from headrace.config.options import ModelConfig
 from headrace.executor.base import Executor, ModelInfo
+from headrace.grammar import Vocabulary
 
 __all__ = ["Executor", "ModelInfo", "create_executor", "create_mock_executor"]
 
 
-def create_executor(model: ModelConfig, model_path: Path) -> Executor:
-    """The executor of one engine, for the model that lies at `model_path`. Blocks while weights load."""
+def create_executor(
+    model: ModelConfig,
+    model_path: Path,
+    load_vocabulary: Callable[[], Vocabulary] | None = None,
+    num_grammars_kept: int = 128,
+) -> Executor:
+    """The executor of one engine, for the model that lies at `model_path`. Blocks while weights load.
+    `load_vocabulary` is called in a thread when the first grammar comes."""
     from headrace.executor.uniproc import UniprocExecutor
     from headrace.kernels import create_backend
 
@@ -21,7 +29,13 @@ def create_executor(model: ModelConfig, model_path: Path) -> Executor:
         kv_cache_dtype=model.kv_cache_dtype,
         quantization=model.quantization,
     )
-    return UniprocExecutor(model_path, backend, _name(model))
+    return UniprocExecutor(
+        model_path,
+        backend,
+        _name(model),
+        load_vocabulary=load_vocabulary,
+        num_grammars_kept=num_grammars_kept,
+    )
 
 
 def create_mock_executor(model: ModelConfig, step_delay_s: float = 0.0) -> Executor:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from headrace.transport.plan import StepPlan, StepResult
+from headrace.types import GrammarSpec
 from headrace.weights.tensor import CheckpointTensor
 
 
@@ -43,6 +45,14 @@ class Stage(Protocol):
         """Tensors by their checkpoint names, all or none. Their memory may go after the call."""
         ...
 
+    def check_path(self, path: Path) -> None:
+        """Raises what `add_path` would raise, without taking anything."""
+        ...
+
+    def check(self, tensors: Mapping[str, CheckpointTensor]) -> None:
+        """Raises unless these are all tensors of the model, and sound. Takes nothing."""
+        ...
+
     def add_sparse(self, name: str, indices: np.ndarray, values: np.ndarray, checksum: str | None = None) -> None:
         """New values at flat places of a tensor; in a delta alone. `checksum` is that of the result, in float32."""
         ...
@@ -62,6 +72,11 @@ class Executor(Protocol):
 
     def allocate(self, num_blocks: int, block_size: int, max_num_seqs: int) -> None:
         """Reserves KV memory and the persistent batch. Called once, before the first step."""
+        ...
+
+    def prepare_grammar(self, spec: GrammarSpec) -> Future[Any]:
+        """Compiles what outputs must match, beside the steps. A sequence with this grammar may come once it is done,
+        and as long as the future is kept costs no more compiling. Ends with GrammarError if it cannot be followed."""
         ...
 
     def execute(self, plan: StepPlan) -> StepResult:

@@ -6,25 +6,38 @@ their sizes. It holds no policy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 
 from headrace.errors import NotFound
 from headrace.executor.base import ModelInfo, Stage
+from headrace.grammar import CompiledGrammar, GrammarCompiler, GrammarError, Vocabulary
 from headrace.kernels import Backend
 from headrace.models import LoadedModel, load_model
 from headrace.models.stage import WeightStage
 from headrace.models.units import WeightSet
 from headrace.runner import ModelRunner
 from headrace.transport.plan import StepPlan, StepResult
+from headrace.types import GrammarSpec
 
 
 class UniprocExecutor:
     """Implements `Executor` in the calling thread."""
 
-    def __init__(self, model_path: Path, backend: Backend, name: str | None = None) -> None:
-        """Loads the weights; raises `CheckpointError`. `name` replaces the model's own."""
+    def __init__(
+        self,
+        model_path: Path,
+        backend: Backend,
+        name: str | None = None,
+        *,
+        load_vocabulary: Callable[[], Vocabulary] | None = None,
+        num_grammars_kept: int = 128,
+    ) -> None:
+        """Loads the weights; raises `CheckpointError`. `name` replaces the model's own. Without a vocabulary no
+        grammar can be followed."""
         self._backend = backend
         model = load_model(model_path, self._backend)
         self._model: LoadedModel | None = model  # until its batch is allocated: it would keep the first weights alive
@@ -41,6 +54,9 @@ class UniprocExecutor:
             backend=backend.name,
             kv_bytes_per_token=backend.kv_bytes_per_token(model.kv_spec),
         )
+        self._grammars = GrammarCompiler(
+            load_vocabulary or _no_vocabulary, model.vocab_size, model.eos_token_ids, num_kept=num_grammars_kept
+        )
 
     @property
     def info(self) -> ModelInfo:
@@ -49,15 +65,24 @@ class UniprocExecutor:
     def allocate(self, num_blocks: int, block_size: int, max_num_seqs: int) -> None:
         assert self._model is not None, "allocate is called once"
         self._runner = ModelRunner(
-            self._model, self._backend, num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs
+            self._model,
+            self._backend,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            grammars=self._grammars,
         )
         self._model = None
+
+    def prepare_grammar(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+        return self._grammars.compile(spec)
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self._require_runner().execute(plan)
 
     def close(self) -> None:
         """Lets go of the batch and the runner; the memory goes with the object itself."""
+        self._grammars.close()
         self._runner = None
 
     # ------------------------------------------------------------------ weights and memory, between steps
@@ -120,3 +145,7 @@ class UniprocExecutor:
     def _require_runner(self) -> ModelRunner:
         assert self._runner is not None, "allocate comes first"
         return self._runner
+
+
+def _no_vocabulary() -> Vocabulary:
+    raise GrammarError("the engine was started without a tokenizer")

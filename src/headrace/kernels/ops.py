@@ -10,8 +10,9 @@ S sequences, R rows whose logits are wanted, B block-table width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -34,6 +35,31 @@ class StepInputs:
     context_lens_S: np.ndarray  # int32, tokens of the sequence after this step
     block_tables_SB: np.ndarray  # int32, block ids; behind a sequence's own stands anything
     logit_rows_R: np.ndarray  # int32, indices into T
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """What one step gives, valid until the next one."""
+
+    logits_RV: np.ndarray  # float32
+    best_R: np.ndarray  # int64, the first largest of each row; where the row is not finite it means nothing
+    finite_R: np.ndarray  # bool, whether all of the row is finite
+
+
+class Draw(NamedTuple):
+    """One token to draw; `runner/sampler.py` defines what each setting means."""
+
+    row_V: np.ndarray  # float32, contiguous; finite but for banned tokens, which are -inf
+    best: int  # the first largest of the row, not banned
+    temperature: float  # not greedy
+    top_k: int
+    top_p: float
+    min_p: float
+    chance: float  # uniform in (0, 1)
+
+
+DrawTokens = Callable[[list[Draw]], list[int]]
+"""Token ids. What a draw gives depends on nothing beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,13 +207,11 @@ class Backend(Protocol):
 
     def allocate_kv(self, spec: KVSpec, num_blocks: int, block_size: int) -> None: ...
 
-    def run(self, model: Model, inputs: StepInputs) -> np.ndarray:
-        """One step: logits float32 [R, V], valid until the next one. Raises nothing on any weight, finite or not."""
+    def run(self, model: Model, inputs: StepInputs) -> StepOutputs:
+        """One step. Raises nothing on any weight, finite or not."""
         ...
 
-    def best_tokens(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of each row of float32 [R, V]: the first largest, int64 [R], and whether all of it is finite, bool [R].
-
-        Where a row is not finite its id means nothing.
-        """
+    @property
+    def draw(self) -> DrawTokens | None:
+        """The backend's own way to draw tokens; None where it leaves that to the runner's numpy."""
         ...

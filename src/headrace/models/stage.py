@@ -59,6 +59,21 @@ class WeightStage:
 
     def add_path(self, path: Path) -> None:
         """All tensors of a folder or file, which must hold a model of the same shape."""
+        self._take(self._open(path))
+
+    def check_path(self, path: Path) -> None:
+        """Raises what `add_path` would raise, without packing anything."""
+        self._check(self._open(path))
+
+    def check(self, tensors: Mapping[str, CheckpointTensor]) -> None:
+        """Raises unless these are all tensors of the model, and sound. For a stage that is thrown away."""
+        matched = self._matched(tensors)
+        self._seen |= matched.keys()
+        self._refuse_missing()
+        self._seen.clear()
+        self._check(matched)
+
+    def _open(self, path: Path) -> Mapping[str, CheckpointTensor]:
         try:
             checkpoint = open_checkpoint(path)
             family = find_family(checkpoint)
@@ -68,15 +83,10 @@ class WeightStage:
         except CheckpointError as error:
             raise InvalidRequest(str(error), param="source") from error
         self._choose(layout)
-        self._take(tensors)
+        return tensors
 
     def add(self, tensors: Mapping[str, CheckpointTensor]) -> None:
         """Tensors under names of one layout. All are checked before any is taken."""
-        if not tensors:
-            raise InvalidRequest("No tensors were given.", param="source")
-        if self._layout is None:
-            known = [sum(_our_name(layout, name) is not None for name in tensors) for layout in self._layouts]
-            self._choose(self._layouts[known.index(max(known))])
         self._take(self._matched(tensors))
 
     def add_sparse(self, name: str, indices: np.ndarray, values: np.ndarray, checksum: str | None = None) -> None:
@@ -111,16 +121,14 @@ class WeightStage:
 
     def finish(self) -> WeightSet:
         """The new set, ready to serve."""
-        missing = self.missing()
-        if missing:
-            shown = ", ".join(missing[:_MAX_SHOWN]) + (", ..." if len(missing) > _MAX_SHOWN else "")
-            raise InvalidRequest(f"{len(missing)} tensors have not come: {shown}.", param="source")
+        self._refuse_missing()
         if not self._seen:
             raise InvalidRequest("The refresh has no tensors.", param="source")
         assert self._layout is not None, "the first tensor chose it"
         if self._base is not None:
             self._complete_from_base()
-        assert not self._waiting, "every unit is complete"
+        else:
+            assert not self._waiting, "every unit is complete"
         base = self._base.handles if self._base is not None else {}
         return WeightSet(self._layout, {**base, **self._handles})
 
@@ -161,8 +169,20 @@ class WeightStage:
             )
         return ours
 
+    def _refuse_missing(self) -> None:
+        missing = self.missing()
+        if missing:
+            shown = ", ".join(missing[:_MAX_SHOWN]) + (", ..." if len(missing) > _MAX_SHOWN else "")
+            raise InvalidRequest(f"{len(missing)} tensors have not come: {shown}.", param="source")
+
     def _matched(self, tensors: Mapping[str, CheckpointTensor]) -> dict[str, CheckpointTensor]:
-        assert self._layout is not None, "chosen before names are read"
+        """By our names, each known and of the right shape."""
+        if not tensors:
+            raise InvalidRequest("No tensors were given.", param="source")
+        if self._layout is None:
+            known = [sum(_our_name(layout, name) is not None for name in tensors) for layout in self._layouts]
+            self._choose(self._layouts[known.index(max(known))])
+        assert self._layout is not None, "chosen above"
         config, names = self._layout.config, self._layout.names
         expected = expected_tensors(config)
         matched: dict[str, CheckpointTensor] = {}
@@ -184,12 +204,15 @@ class WeightStage:
 
     # --------------------------------------------------------------------------------------------------------- packing
 
-    def _take(self, tensors: Mapping[str, CheckpointTensor]) -> None:
+    def _check(self, tensors: Mapping[str, CheckpointTensor]) -> None:
         for name, tensor in tensors.items():
             if name in self._seen:
                 raise InvalidRequest(f"Tensor {tensor.name[:80]!r} came twice.", param="source")
             if not tensor.is_finite():
                 raise InvalidRequest(f"Tensor {tensor.name[:80]!r} holds NaN or infinity.", param="source")
+
+    def _take(self, tensors: Mapping[str, CheckpointTensor]) -> None:
+        self._check(tensors)
         for name, tensor in tensors.items():
             self._seen.add(name)
             self._waiting[name] = tensor
@@ -213,14 +236,15 @@ class WeightStage:
         self.pack_s += time.perf_counter() - started_s
 
     def _complete_from_base(self) -> None:
-        """Units of which only some tensors came take the others from the weights that they change."""
+        """Units of which only some tensors came take the others from the weights that they change. Those that came are
+        kept: the commit may still fail, and others of the unit come then."""
         base = self._base
         assert base is not None, "a delta has a base"
         for unit_name in {self._unit_of[name] for name in self._waiting}:
-            given: dict[str, Any] = {}
-            for name in self._units[unit_name].tensors:
-                came = self._waiting.pop(name, None)
-                given[name] = base.part(self._backend, name) if came is None else came
+            given: dict[str, Any] = {
+                name: self._waiting[name] if name in self._waiting else base.part(self._backend, name)
+                for name in self._units[unit_name].tensors
+            }
             self._pack(unit_name, given)
 
 

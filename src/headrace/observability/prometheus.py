@@ -11,14 +11,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-PREFIX = "headrace:"
+from headrace.observability.aliases import collect_aliases
+from headrace.observability.engine_series import PREFIX, EngineNumbers, collect_engine
+
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 SECONDS = (
@@ -67,29 +68,12 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "admission_rejections": ("Requests refused before the engine saw them", "reason"),
     "aborts": ("Choices that were aborted", "reason"),
 }
-
-
-class EngineNumbers(Protocol):
-    """The part of the client's EngineStatus that is exported."""
-
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_waiting(self) -> int: ...
-    @property
-    def kv_usage(self) -> float: ...
-    @property
-    def prefix_queries(self) -> int: ...
-    @property
-    def prefix_hits(self) -> int: ...
-    @property
-    def num_preemptions(self) -> int: ...
-    @property
-    def num_prompt_tokens(self) -> int: ...
-    @property
-    def num_generated_tokens(self) -> int: ...
-    @property
-    def weights_version(self) -> str: ...
+EXPECTED = (
+    *(("request_success", reason) for reason in ("stop", "length", "abort", "error")),
+    ("admission_rejections", "queue_full"),
+    ("aborts", "disconnect"),
+)
+"""Label values that are shown from the start: a series that exists can be alerted on."""
 
 
 class Buckets:
@@ -117,14 +101,23 @@ class Buckets:
 class Metrics(Collector):
     """One per front end, with its own registry. Not thread-safe: everything happens on the event loop."""
 
-    def __init__(self, model_name: str, engine: Callable[[], EngineNumbers], *, front_end: int = 0) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        engine: Callable[[], EngineNumbers],
+        *,
+        front_end: int = 0,
+        aliases: Sequence[str] = (),
+    ) -> None:
+        """`aliases`: servers under whose names the series are shown too."""
         self._engine = engine
+        self._aliases = tuple(dict.fromkeys(aliases))
         self._engine_labels = {"model_name": model_name}
         self._labels = {"model_name": model_name, "front_end": str(front_end)}
         self._histograms = {name: Buckets(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
         self._counters: dict[str, Counter[str]] = {name: Counter() for name in COUNTERS}
-        for reason in ("stop", "length", "abort", "error"):
-            self._counters["request_success"][reason] = 0  # a series that exists can be alerted on
+        for name, value in EXPECTED:
+            self._counters[name][value] = 0
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
@@ -153,7 +146,12 @@ class Metrics(Collector):
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        yield from self._collect_engine()
+        families = [*collect_engine(self._engine(), self._engine_labels), *self._collect_own()]
+        yield from families
+        for server in self._aliases:
+            yield from collect_aliases(server, families)
+
+    def _collect_own(self) -> Iterable[Metric]:
         names = list(self._labels)
         for name, (documentation, label) in COUNTERS.items():
             family = CounterMetricFamily(PREFIX + name, documentation, labels=[*names, label])
@@ -165,32 +163,3 @@ class Metrics(Collector):
             histogram = HistogramMetricFamily(PREFIX + name, documentation, labels=names)
             histogram.add_metric(list(self._labels.values()), buckets.cumulative(), buckets.total)
             yield histogram
-
-    def _collect_engine(self) -> Iterable[Metric]:
-        status = self._engine()
-        names, values = list(self._engine_labels), list(self._engine_labels.values())
-        gauges: list[tuple[str, str, float]] = [
-            ("num_requests_running", "Sequences in the running batch", status.num_running),
-            ("num_requests_waiting", "Sequences that wait to be scheduled", status.num_waiting),
-            ("kv_cache_usage_perc", "Share of the KV blocks in use, 1 is all", status.kv_usage),
-        ]
-        counters = [
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", status.prefix_queries),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache", status.prefix_hits),
-            ("num_preemptions", "Preempted sequences", status.num_preemptions),
-            ("prompt_tokens", "Prompt tokens of accepted requests", status.num_prompt_tokens),
-            ("generation_tokens", "Generated tokens", status.num_generated_tokens),
-        ]
-        for name, documentation, number in gauges:
-            gauge = GaugeMetricFamily(PREFIX + name, documentation, labels=names)
-            gauge.add_metric(values, number)
-            yield gauge
-        for name, documentation, number in counters:
-            counter = CounterMetricFamily(PREFIX + name, documentation, labels=names)
-            counter.add_metric(values, number)
-            yield counter
-        version = GaugeMetricFamily(
-            PREFIX + "weights_version_info", "Version of the weights", labels=[*names, "version"]
-        )
-        version.add_metric([*values, status.weights_version], 1)
-        yield version

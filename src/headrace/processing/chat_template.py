@@ -7,6 +7,7 @@ untrusted: they run in Jinja's immutable sandbox, with bounds on what they may p
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from headrace.processing.template_environment import (
 )
 from headrace.processing.template_messages import prepare_messages, tag_final_message, untag
 
+ASKS_FOR_NULL = re.compile(r"content(['\"]\])?\s+is\s+none")
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "conversations", "chat_template"})
 
 
@@ -41,6 +43,7 @@ class ChatTemplate:
         Raises InvalidRequest(param="chat_template").
         """
         self.source = source
+        self.tool_source = tool_source if tool_source is not None else source
         self._tokens = dict(special_tokens or {})
         if bos_token is not None:
             self._tokens["bos_token"] = bos_token
@@ -85,7 +88,7 @@ class ChatTemplate:
                 param="continue_final_message",
             )
         compiled = self._with_tools if tools is not None else self._plain
-        chat = prepare_messages(messages, wants_parts=compiled.wants_parts)
+        chat = prepare_messages(messages, wants_parts=compiled.wants_parts, wants_null=compiled.wants_null)
         final = tag_final_message(chat) if continue_final_message else None
         variables = {**self._tokens, **extra}
         variables |= {
@@ -112,6 +115,7 @@ class _Compiled:
         except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError, MemoryError) as error:
             raise InvalidRequest(f"the chat template does not compile: {error}", param="chat_template") from None
         self.wants_parts = iterates_content(tree)
+        self.wants_null = ASKS_FOR_NULL.search(source) is not None
 
     def render(self, variables: Mapping[str, Any]) -> str:
         parts: list[str] = []

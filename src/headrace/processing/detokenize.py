@@ -8,7 +8,7 @@ them. Stop strings are `stop.py`'s.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Protocol
 
 import tokenizers
@@ -36,15 +36,25 @@ class IncrementalDetokenizer:
     """The text of one choice. `step` takes one token, `push` any number."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        shown_token_ids: Set[int] = frozenset(),
     ) -> None:
+        """`shown_token_ids`: special tokens whose text comes out even when special tokens are skipped."""
         pieces = tokenizer.pieces
+        hidden = pieces.special_token_ids - shown_token_ids if skip_special_tokens and shown_token_ids else None
+        skip = skip_special_tokens and hidden is None
         if pieces.scheme is Scheme.BYTE_LEVEL:
-            self._decoder: _Decoder = _ByteLevel(pieces, prompt_token_ids, skip_special_tokens)
+            self._decoder: _Decoder = _ByteLevel(pieces, prompt_token_ids, skip)
         elif pieces.scheme is Scheme.BYTE_FALLBACK:
-            self._decoder = _ByteFallback(pieces, prompt_token_ids, skip_special_tokens)
+            self._decoder = _ByteFallback(pieces, prompt_token_ids, skip)
         else:
-            self._decoder = _Windows(tokenizer.backend, prompt_token_ids, skip_special_tokens)
+            self._decoder = _Windows(tokenizer.backend, prompt_token_ids, skip)
+        if hidden is not None:
+            self._decoder = _Hiding(self._decoder, hidden)
         self.step: Callable[[int], str] = self._decoder.step
         self.flush: Callable[[], str] = self._decoder.flush
 
@@ -62,6 +72,24 @@ class IncrementalDetokenizer:
         if len(token_ids) == 1:
             return step(token_ids[0])
         return "".join([step(token_id) for token_id in token_ids])
+
+
+class _Hiding:
+    """Another decoder, which shows special tokens, without some tokens."""
+
+    def __init__(self, decoder: _Decoder, hidden: Set[int]) -> None:
+        self._decoder = decoder
+        self._hidden = hidden
+        self.offset = 0
+        self.flush = decoder.flush
+
+    def step(self, token_id: int) -> str:
+        self.offset = 0
+        if token_id in self._hidden:
+            return ""
+        text = self._decoder.step(token_id)
+        self.offset = self._decoder.offset
+        return text
 
 
 class _ByteLevel:

@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from headrace.config.options import AdmissionConfig
+from headrace.config.options import AdmissionConfig, GrammarConfig
 from headrace.errors import InvalidRequest, QueueFull
 from headrace.processing.chat_template import ChatTemplate
 from headrace.processing.checks import check_token_ids, refusal
 from headrace.processing.messages import check_messages
+from headrace.processing.structured import GrammarChecker
 from headrace.processing.tokenizer import Tokenizer
 from headrace.processing.validate import (
     check_length,
@@ -43,13 +44,12 @@ NO_TEMPLATE = (
     "(a Jinja template)."
 )
 
-Prompt = str | Sequence[int]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatInput:
-    """A conversation and how it is rendered. `tools` reach the template; what the model says stays plain text."""
+    """A conversation and how it is rendered. `tools` reach the template; calls in the answer are `parsing.py`'s."""
 
     messages: Sequence[dict[str, Any]]
     tools: Sequence[dict[str, Any]] | None = None
@@ -59,12 +59,17 @@ class ChatInput:
     template_kwargs: Mapping[str, Any] | None = None
 
 
+Prompt = str | Sequence[int] | ChatInput
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
     """What travels with a request beside its prompt and its sampling parameters; already checked by the caller."""
 
     prefix: str = "cmpl"
     name: str | None = None  # the caller's request_id or X-Request-Id
+    public_id: str | None = None  # in place of one made of prefix and name
+    more_names: tuple[str, ...] = ()  # by which an abort finds the request too
     add_special_tokens: bool | None = None  # None: for plain prompts, as a chat template writes its own
     default_max_tokens: int | None = None
     priority: int = 0
@@ -85,12 +90,15 @@ class PreparedRequest:
 class InputProcessor:
     """One per front end. All methods but `close` belong to one event loop."""
 
-    def __init__(self, tokenizer: Tokenizer, admission: AdmissionConfig, *, seed: int = 0) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, admission: AdmissionConfig, *, seed: int = 0, grammar: GrammarConfig | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._admission = admission
         self._seeds = random.Random(seed or None)
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenise")
         self._num_pending = 0
+        self._grammars = GrammarChecker(tokenizer, grammar or GrammarConfig())
 
     async def prepare(
         self,
@@ -105,6 +113,9 @@ class InputProcessor:
         params = validate_params(params, self._admission, info, names=options.names)
         num_prompts = 1 if isinstance(source, ChatInput) else len(source)
         check_num_choices(num_prompts * params.n, self._admission, options.names.get("n", "n"))
+        if params.grammar is not None:
+            field = options.names.get("grammar", "grammar")
+            params = replace(params, grammar=await self._grammars.check(params.grammar, field, info.vocab_size))
         if params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(SEED_BITS))
         size = _num_chars(source) + sum(map(len, params.stop)) + sum(map(len, params.bad_words))
@@ -134,6 +145,7 @@ class InputProcessor:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
 
     async def _run(self, num_chars: int, work: Callable[[], T]) -> T:
         if num_chars <= INLINE_CHARS:
@@ -173,8 +185,8 @@ class InputProcessor:
         timeout_s = options.timeout_s if options.timeout_s is not None else self._admission.default_timeout_s
         submit = Submit(
             request_id=request_id,
-            public_id=public_id,
-            aliases=aliases,
+            public_id=options.public_id or public_id,
+            aliases=(*options.more_names, *aliases),
             prompts=prompts,
             params=params,
             priority=options.priority,
@@ -188,23 +200,27 @@ class InputProcessor:
         self, source: ChatInput | Sequence[Prompt], info: EngineInfo, options: RequestOptions
     ) -> tuple[tuple[tuple[int, ...], ...], tuple[str | None, ...]]:
         if isinstance(source, ChatInput):
-            text = self._render(source)
-            return (tuple(self._tokenizer.encode(text, add_special_tokens=bool(options.add_special_tokens))),), (text,)
+            source = (source,)
         if not source:
             raise refusal("prompt", [], "at least one prompt")
         ids: list[tuple[int, ...]] = []
+        texts: list[str | None] = []
         for index, prompt in enumerate(source):
             param = options.names.get("prompt", "prompt") + (f"[{index}]" if len(source) > 1 else "")
+            text = None
             if isinstance(prompt, str):
-                ids.append(
-                    tuple(self._tokenizer.encode(prompt, add_special_tokens=options.add_special_tokens is not False))
-                )
+                text, adds_special = prompt, options.add_special_tokens is not False
+                ids.append(tuple(self._tokenizer.encode(text, add_special_tokens=adds_special)))
+            elif isinstance(prompt, ChatInput):
+                text, adds_special = self._render(prompt), bool(options.add_special_tokens)
+                ids.append(tuple(self._tokenizer.encode(text, add_special_tokens=adds_special)))
             elif isinstance(prompt, list | tuple):
                 check_length(len(prompt), 0, info, param)  # before looking at each of a million ids
                 ids.append(check_token_ids(prompt, param, info.vocab_size))
             else:
                 raise refusal(param, prompt, "a string or a list of token ids")
-        return tuple(ids), tuple(prompt if isinstance(prompt, str) else None for prompt in source)
+            texts.append(text)
+        return tuple(ids), tuple(texts)
 
     def _render(self, chat: ChatInput) -> str:
         template = self._template(chat.chat_template)
@@ -254,7 +270,8 @@ def request_names(prefix: str, name: str | None) -> tuple[str, tuple[str, ...]]:
 def _num_chars(source: ChatInput | Sequence[Prompt]) -> int:
     """How much text there is, roughly: decides between inline and thread."""
     if not isinstance(source, ChatInput):
-        return sum(len(prompt) if isinstance(prompt, str) else 0 for prompt in source)
+        chats = sum(_num_chars(prompt) for prompt in source if isinstance(prompt, ChatInput))
+        return chats + sum(len(prompt) for prompt in source if isinstance(prompt, str))
     total = 500 * len(source.tools or ()) + len(source.chat_template or "")
     for message in source.messages:
         content = message.get("content") if isinstance(message, dict) else None

@@ -1,4 +1,5 @@
-"""From the engine's deltas of token ids to deltas of text: detokenises, finds stop strings, counts usage.
+"""From the engine's deltas of token ids to deltas of text, in this order: detokenises, takes thoughts off, finds stop
+strings in what is left, takes tool calls out of that; counts usage.
 
 `ChoiceAssembler` does one choice, `OutputAssembler` all choices of a request; the routes and the offline `LLM`
 iterate the latter. What comes out does not depend on how the engine cut the tokens into deltas. Rules where APIs
@@ -13,8 +14,6 @@ differ are vLLM's:
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
@@ -22,8 +21,10 @@ from headrace.client.base import Delta, OutputStream
 from headrace.errors import ErrorInfo, InternalError
 from headrace.processing.detokenize import IncrementalDetokenizer
 from headrace.processing.logprobs import TokenLogprob, token_logprobs
-from headrace.processing.stop import StopMatcher
+from headrace.processing.parsing import ReplyParsing
+from headrace.processing.search import TokenSearch
 from headrace.processing.tokenizer import Tokenizer
+from headrace.processing.tools import ToolCallDelta, ToolOutput, ToolParser
 from headrace.transport.messages import Submit
 from headrace.types import FinishReason, SamplingParams, Usage
 
@@ -47,6 +48,8 @@ class TextDelta:
     prefill_s: float | None = None
     num_preemptions: int = 0
     weights_versions: tuple[tuple[int, str], ...] = ()  # (index into the choice's tokens, version from there on)
+    reasoning: str = ""  # comes before `text`
+    calls: Sequence[ToolCallDelta] = ()  # come after `text`
 
     @property
     def is_empty(self) -> bool:
@@ -57,29 +60,45 @@ class TextDelta:
             or self.finish_reason is not None
             or self.num_cached_tokens is not None
             or self.queue_s is not None
+            or self.reasoning
+            or self.calls
         )
 
 
 class ChoiceAssembler:
     """The text of one choice."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        parsing: ReplyParsing | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._params = params
         self._detokenizer = IncrementalDetokenizer(
-            tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+            tokenizer,
+            prompt_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            shown_token_ids=frozenset() if parsing is None else parsing.shown_token_ids,
         )
-        self._matcher = StopMatcher(params.stop, include=params.include_stop_str_in_output) if params.stop else None
-        # Tokens that a stop string may still cut off: where the text begins, id, logprob.
-        self._waiting: deque[tuple[int, int, TokenLogprob | None]] = deque()
-        self._num_chars = 0  # of the text before stop strings were looked for
-        self._num_seen = 0
+        thinking = None if parsing is None else parsing.reasoning_parser()
+        self._search: TokenSearch | None = None
+        if params.stop or thinking is not None:
+            self._search = TokenSearch(self._detokenizer, params, thinking)
+        self._tools = None if parsing is None else parsing.tool_parser()
+        self._is_parallel = parsing is None or parsing.is_parallel
         self._num_received = 0
         self.num_tokens = 0
         """Tokens that are part of the output so far, the stop or EOS token included."""
         self.is_finished = False
         self.wants_abort = False
         """A stop string matched while the engine still generates."""
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return 0 if self._search is None else self._search.num_reasoning_tokens
 
     def push(self, delta: Delta) -> TextDelta:
         """The next delta as text. After the finish everything is swallowed."""
@@ -98,16 +117,18 @@ class ChoiceAssembler:
             out.prompt_logprobs = token_logprobs(self._tokenizer, delta.prompt_logprobs)
         logprobs = None if delta.logprobs is None else token_logprobs(self._tokenizer, delta.logprobs)
         assert logprobs is None or len(logprobs) == len(delta.token_ids), "one row of logprobs per token"
-        if self._matcher is None:
+        if self._search is None:
             out.text, out.token_ids, out.logprobs = self._text(delta), delta.token_ids, logprobs
         else:
-            self._search(self._matcher, delta, logprobs, out)
+            self._find(self._search, delta, logprobs, out)
         self.num_tokens += len(out.token_ids)
         if delta.finish_reason is not None and not self.is_finished:
             self.is_finished = True
             out.finish_reason, out.error = delta.finish_reason, delta.error
             if delta.stop_token_id in self._params.stop_token_ids:
                 out.stop_reason = delta.stop_token_id
+        if self._tools is not None:
+            self._take_calls(self._tools, out)
         return out
 
     def _hides_last(self, delta: Delta) -> bool:
@@ -124,53 +145,28 @@ class ChoiceAssembler:
         text = self._detokenizer.push(ids)
         return text if delta.finish_reason is None else text + self._detokenizer.flush()
 
-    def _search(self, matcher: StopMatcher, delta: Delta, logprobs: list[TokenLogprob] | None, out: TextDelta) -> None:
-        """Token by token, so that where a match ends does not depend on the delta's size."""
-        parts = []
+    def _find(self, search: TokenSearch, delta: Delta, logprobs: list[TokenLogprob] | None, out: TextDelta) -> None:
         num_shown = len(delta.token_ids) - self._hides_last(delta)
-        for index, token_id in enumerate(delta.token_ids):
-            if index < num_shown:
-                text, offset = self._detokenizer.step(token_id), self._detokenizer.offset
-            else:
-                text = self._detokenizer.flush()
-                offset = len(text)
-            self._waiting.append((self._num_chars + offset, token_id, logprobs[index] if logprobs else None))
-            parts.append(self._match(matcher, text[:offset]))  # text of earlier tokens, held back until now
-            self._num_seen += 1
-            parts.append(self._match(matcher, text[offset:]))
-            if matcher.matched is not None:
-                break
-        if delta.finish_reason is not None and matcher.matched is None:
-            parts.append(self._match(matcher, self._detokenizer.flush()))
-            if matcher.matched is None:
-                parts.append(matcher.flush())
-        out.text = "".join(parts)
-        limit: float
-        if matcher.matched is not None:
-            limit = matcher.match_start + (len(matcher.matched) if self._params.include_stop_str_in_output else 0)
+        found = search.push(delta.token_ids, num_shown, logprobs, is_last=delta.finish_reason is not None)
+        out.text, out.reasoning, out.token_ids, out.logprobs = (
+            found.content,
+            found.reasoning,
+            found.token_ids,
+            found.logprobs,
+        )
+        if search.matched is not None:
             self.is_finished = True
             self.wants_abort = delta.finish_reason is None
-            out.finish_reason, out.stop_reason = FinishReason.STOP, matcher.matched
-        elif delta.finish_reason is not None:
-            limit = math.inf
-        else:
-            limit = matcher.num_emitted
-        self._release(limit, out, has_logprobs=logprobs is not None)
+            out.finish_reason, out.stop_reason = FinishReason.STOP, search.matched
 
-    def _match(self, matcher: StopMatcher, text: str) -> str:
-        self._num_chars += len(text)
-        return matcher.push(text, armed=self._num_seen > self._params.min_tokens)
-
-    def _release(self, limit: float, out: TextDelta, *, has_logprobs: bool) -> None:
-        """Gives out the tokens whose text begins before `limit`."""
-        logprobs = []
-        while self._waiting and self._waiting[0][0] < limit:
-            _, token_id, logprob = self._waiting.popleft()
-            out.token_ids.append(token_id)
-            if logprob is not None:
-                logprobs.append(logprob)
-        if has_logprobs or logprobs:
-            out.logprobs = logprobs
+    def _take_calls(self, tools: ToolParser, out: TextDelta) -> None:
+        """The calls out of the text; with `parallel_tool_calls` off only the first."""
+        parsed = tools.feed(out.text) if out.text else ToolOutput()
+        text, calls = parsed.content, parsed.calls
+        if self.is_finished:
+            rest = tools.finish()
+            text, calls = text + rest.content, [*calls, *rest.calls]
+        out.text, out.calls = text, calls if self._is_parallel else [call for call in calls if call.index == 0]
 
 
 class OutputAssembler:
@@ -180,12 +176,17 @@ class OutputAssembler:
     says of it is swallowed. Belongs to the event loop of its stream.
     """
 
-    def __init__(self, tokenizer: Tokenizer, request: Submit, stream: OutputStream) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, request: Submit, stream: OutputStream, parsing: ReplyParsing | None = None
+    ) -> None:
         self._stream = stream
         self._n = request.params.n
         self._choices = [
-            ChoiceAssembler(tokenizer, prompt, request.params) for prompt in request.prompts for _ in range(self._n)
+            ChoiceAssembler(tokenizer, prompt, request.params, parsing)
+            for prompt in request.prompts
+            for _ in range(self._n)
         ]
+        self._has_reasoning = parsing is not None and parsing.reasoning is not None
         self._prompt_tokens = sum(len(prompt) for prompt in request.prompts)
         self._cached_tokens = 0
 
@@ -196,6 +197,7 @@ class OutputAssembler:
             prompt_tokens=self._prompt_tokens,
             completion_tokens=sum(choice.num_tokens for choice in self._choices),
             cached_tokens=self._cached_tokens,
+            reasoning_tokens=sum(c.num_reasoning_tokens for c in self._choices) if self._has_reasoning else 0,
         )
 
     def num_tokens(self, choice: int) -> int:

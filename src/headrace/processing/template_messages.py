@@ -1,8 +1,8 @@
 """Messages as a chat template reads them, and the mark that tells where the message to continue ends.
 
 Used by `chat_template.py` alone. The rules are transformers': keys without a value are left out, reasoning goes under
-all the names that templates know, tool-call arguments are objects. Content is a string or a list of parts, as the
-template wants it.
+all the names that templates know. Tool-call arguments are objects that may stand for their own text. Content is a
+string or a list of parts, as the template wants it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,37 @@ TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
-def prepare_messages(messages: Sequence[Mapping[str, Any]], *, wants_parts: bool) -> list[dict[str, Any]]:
-    """Copies that a template may read: the caller's messages are never changed. Raises InvalidRequest."""
+class Arguments(dict[str, Any]):
+    """Arguments of a tool call. Most templates read an object, DeepSeek's join a text: it is both."""
+
+    def __init__(self, arguments: Mapping[str, Any], text: str) -> None:
+        super().__init__(arguments)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: object) -> str:
+        return self._text + str(other)
+
+    def __radd__(self, other: object) -> str:
+        return str(other) + self._text
+
+
+def prepare_messages(
+    messages: Sequence[Mapping[str, Any]], *, wants_parts: bool, wants_null: bool = False
+) -> list[dict[str, Any]]:
+    """Copies that a template may read: the caller's messages are never changed. Raises InvalidRequest.
+
+    `wants_null`: the template asks whether content is none, to tell calls from answers.
+    """
     if not messages:
         raise InvalidRequest("messages is empty; at least one message is needed.", param="messages")
-    return [_message(message, f"messages[{index}]", wants_parts) for index, message in enumerate(messages)]
+    ready = [_message(message, f"messages[{index}]", wants_parts) for index, message in enumerate(messages)]
+    for message in ready:
+        if message.get("tool_calls") and "content" not in message:
+            message["content"] = None if wants_null else [] if wants_parts else ""
+    return ready
 
 
 def _message(message: Mapping[str, Any], path: str, wants_parts: bool) -> dict[str, Any]:
@@ -36,6 +62,8 @@ def _message(message: Mapping[str, Any], path: str, wants_parts: bool) -> dict[s
         ready["content"] = _content(ready["content"], f"{path}.content", wants_parts)
     if isinstance(calls := ready.get("tool_calls"), list | tuple):
         ready["tool_calls"] = [_tool_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(calls)]
+        if not calls:  # templates take the key alone for calls
+            del ready["tool_calls"]
     return ready
 
 
@@ -59,9 +87,14 @@ def _text_of(part: Any, path: str) -> str:
 
 
 def _tool_call(call: Any, path: str) -> Any:
-    """The call with its arguments as an object: clients send them as a string of JSON."""
+    """The call with its arguments as an object: clients send them as a string of JSON, or none."""
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(arguments := function.get("arguments"), str):
+    if not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments")
+    if arguments is None or arguments == "":
+        arguments = "{}"
+    if not isinstance(arguments, str):
         return call
     try:
         decoded = json.loads(arguments) if arguments.strip() else {}
@@ -69,6 +102,8 @@ def _tool_call(call: Any, path: str) -> Any:
         raise InvalidRequest(
             f"{path}.function.arguments is not valid JSON: {arguments!r:.80}", param=f"{path}.function.arguments"
         ) from None
+    if isinstance(decoded, dict):
+        decoded = Arguments(decoded, arguments)
     return {**call, "function": {**function, "arguments": decoded}}
 
 
@@ -79,7 +114,7 @@ def tag_final_message(chat: list[dict[str, Any]]) -> str:
         text: str = content[-1]["text"]
         content[-1]["text"] = text + TAG
         return text
-    if not isinstance(content, str):
+    if not isinstance(content, str) or (not content and "tool_calls" in chat[-1]):
         raise InvalidRequest(
             "continue_final_message needs a last message with content to continue.", param="continue_final_message"
         )

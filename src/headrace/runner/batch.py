@@ -128,7 +128,8 @@ class PersistentBatch:
         if LogitEdits.needed(params):
             known = self.token_ids(slot)
             state.edits = LogitEdits(params, known, new.num_prompt_tokens, self._vocab_size, self._eos_token_ids)
-        if state.edits is not None or params.temperature >= GREEDY_BELOW:
+        is_greedy = params.temperature < GREEDY_BELOW
+        if state.edits is not None or params.grammar is not None or not is_greedy:
             self._sampled.add(slot)
         if params.logprobs is not None:
             self._reporting.add(slot)

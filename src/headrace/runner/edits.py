@@ -63,15 +63,16 @@ class LogitEdits:
         if self._penalties is not None:
             self._penalties.append(token_id)
 
-    def apply(self, row: np.ndarray, token_ids: np.ndarray) -> None:
-        """Edits a row in place; `token_ids` are all tokens so far, prompt and output."""
+    def apply(self, row: np.ndarray, token_ids: np.ndarray, *, bans_end: bool = True) -> None:
+        """Edits a row in place; `token_ids` are all tokens so far, prompt and output. Without `bans_end` the end may
+        come before min_tokens."""
         if self._bias_ids.shape[0]:
             row[self._bias_ids] += self._biases
         if self._banned_ids.shape[0]:
             row[self._banned_ids] = _BANNED
         if self._phrases:
             self._ban_phrase_ends(row, token_ids)
-        if token_ids.shape[0] < self._end_allowed_from:
+        if bans_end and token_ids.shape[0] < self._end_allowed_from:
             row[self._ending_ids] = _BANNED
         if self._penalties is not None:
             self._penalties.apply(row)

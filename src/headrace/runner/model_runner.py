@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from headrace.grammar import GrammarCompiler
 from headrace.kernels.ops import Backend, Model
 from headrace.runner import logprobs, sampler
 from headrace.runner.batch import PersistentBatch, PromptRows, Rows
+from headrace.runner.constraints import Constraints
 from headrace.transport.plan import StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -29,12 +31,21 @@ class ModelRunner:
     """A model, its KV memory and the persistent batch."""
 
     def __init__(
-        self, model: LoadedModel, backend: Backend, *, num_blocks: int, block_size: int, max_num_seqs: int
+        self,
+        model: LoadedModel,
+        backend: Backend,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """Allocates the KV memory."""
+        self._constraints = Constraints(grammars)
         self._kv_shape = model.kv_spec, num_blocks, block_size
         self._has_kv = False
         self._backend = backend
+        self._draw = backend.draw or sampler.draw
         self._model: Model | None = model.decoder
         self.restore_kv()
         self._max_prompt_rows = max(1, _PROMPT_LOGITS_BYTES // (4 * model.vocab_size))
@@ -65,6 +76,7 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs one step to its end; blocks. After an exception the runner's state is undefined."""
         self._batch.apply(plan)
+        self._constraints.apply(plan)
         result = StepResult()
         if plan.slots:
             rows = self._batch.rows(plan)
@@ -91,14 +103,15 @@ class ModelRunner:
     def _run(self, rows: Rows, result: StepResult) -> None:
         inputs, prompt_rows = self._batch.inputs(rows)
         assert self._model is not None, "the engine makes no step without weights"
-        logits = self._backend.run(self._model, inputs)
+        slots = list(compress(rows.slots, rows.samples))
+        self._constraints.begin(slots)
+        outputs = self._backend.run(self._model, inputs)
         self._batch.advance(rows)
-        if not logits.shape[0]:
+        logits, best, finite = outputs.logits_RV, outputs.best_R.tolist(), outputs.finite_R.tolist()
+        if not best:
             return
-        best, finite = (column.tolist() for column in self._backend.best_tokens(logits))
         for prompt in prompt_rows:
             self._score_prompt(prompt, logits, finite, result)
-        slots = list(compress(rows.slots, rows.samples))
         if slots:
             self._sample(slots, logits, best[: len(slots)], finite[: len(slots)], result)
 
@@ -107,7 +120,10 @@ class ModelRunner:
     ) -> None:
         token_ids = best
         if self._batch.sampled_slots or not all(finite):
-            token_ids, errors = sampler.sample(logits, self._batch.sampling_rows(slots), best, finite)
+            sampling = self._batch.sampling_rows(slots)
+            if masks := self._constraints.masks():
+                sampling.masks.update((row, masks[slot]) for row, slot in enumerate(slots) if slot in masks)
+            token_ids, errors = sampler.sample(logits, sampling, best, finite, self._draw)
             for row, message in errors.items():
                 result.errors.setdefault(slots[row], message)
         if result.errors:
@@ -115,6 +131,7 @@ class ModelRunner:
             logits = logits[: len(slots)][good]
             slots, token_ids = list(compress(slots, good)), list(compress(token_ids, good))
         self._batch.append(slots, token_ids)
+        self._constraints.append(slots, token_ids)
         result.slots = slots
         result.token_ids = token_ids
         if not self._batch.reporting_slots:

@@ -1,12 +1,13 @@
 """Chooses one token per row of logits. `model_runner.py` calls it once a step, with the rows that sample.
 
-Order of the transforms, as in vLLM: edits (`edits.py`: bias, bad words, min tokens, penalties), temperature, min-p,
-top-k, top-p, draw. Order of tokens is that of `ordering.py` (ties by lower id): top-k keeps exactly the first k; top-p
-keeps the shortest run of first tokens whose probability, after min-p and top-k, reaches top_p, and always the best
-one; min-p keeps tokens at least min_p times as likely as the best.
+Order of the transforms: a grammar's mask (`constraints.py`), then as in vLLM edits (`edits.py`: bias, bad words, min
+tokens, penalties), temperature, min-p, top-k, top-p, draw. Order of tokens is that of `ordering.py` (ties by lower
+id): top-k keeps exactly the first k; top-p keeps the shortest run of first tokens whose probability, after min-p and
+top-k, reaches top_p, and always the best one; min-p keeps tokens at least min_p times as likely as the best.
 
-A row's token never depends on the rows beside it: each is drawn alone, along its own contiguous axis, by few numpy
-functions over and over. Greedy rows cost nothing beyond the backend's argmax, rows with a temperature alone no sort.
+A row's token never depends on the rows beside it: each is drawn alone, along its own contiguous axis. Greedy rows cost
+nothing beyond the backend's argmax, rows with a temperature alone no sort. `draw` says in numpy what a draw is; the
+compiled kernels have their own, which gives the same tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from headrace.kernels.ops import Draw, DrawTokens
+from headrace.runner.constraints import Mask
 from headrace.runner.edits import LogitEdits
 from headrace.runner.ordering import falling, top_ids
 from headrace.runner.random import uniform
@@ -27,7 +30,7 @@ _HIGHEST_TEMPERATURE = 1e30
 _TILE = 256  # elements whose sum is one step of the outer CDF
 
 NOT_FINITE = "the model gave logits that are not finite"
-ALL_BANNED = "every token of the vocabulary is banned by bad_words or min_tokens"
+ALL_BANNED = "every token that could come next is banned by bad_words or min_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,56 +43,83 @@ class SamplingRows:
     edits: dict[int, tuple[LogitEdits, np.ndarray]] = field(
         default_factory=dict
     )  # by row, with the row's tokens so far
+    masks: dict[int, Mask] = field(default_factory=dict)  # by row, of a grammar
 
 
 def sample(
-    logits: np.ndarray, rows: SamplingRows, best: list[int], finite: list[bool]
+    logits: np.ndarray, rows: SamplingRows, best: list[int], finite: list[bool], draw_tokens: DrawTokens
 ) -> tuple[list[int], dict[int, str]]:
     """Token ids, and by row the reason why it has none (its id is then meaningless). Leaves logits alone.
 
-    `best` and `finite` are the backend's `best_tokens` of these logits.
+    `best` and `finite` are what the backend says of these logits; `draw_tokens` is its own, or `draw`.
     """
     token_ids, errors = list(best), {}
-    tiles = np.zeros((-(-logits.shape[1] // _TILE), _TILE), np.float32)
-    with np.errstate(over="ignore", under="ignore"):
-        for i, params in enumerate(rows.params):
-            if not finite[i]:
-                errors[i] = NOT_FINITE
+    drawn: list[int] = []
+    draws: list[Draw] = []
+    for i, params in enumerate(rows.params):
+        if not finite[i]:
+            errors[i] = NOT_FINITE
+            continue
+        row = logits[i]
+        mask = rows.masks.get(i)
+        if isinstance(mask, str):
+            errors[i] = mask
+            continue
+        if i in rows.edits or mask is not None:
+            row = _edited(row, rows.edits.get(i), mask)
+            token_ids[i] = int(row.argmax())
+            if row[token_ids[i]] == -np.inf:
+                errors[i] = ALL_BANNED
                 continue
-            row = logits[i]
-            if i in rows.edits:
-                edits, known = rows.edits[i]
-                row = row.copy()
-                edits.apply(row, known)
-                token_ids[i] = int(row.argmax())
-                if row[token_ids[i]] == -np.inf:
-                    errors[i] = ALL_BANNED
-                    continue
-            if params.temperature >= GREEDY_BELOW:
-                chance = uniform(rows.seeds[i], rows.positions[i])
-                token_ids[i] = _draw(row, row[token_ids[i]], params, chance, tiles)
+        if params.temperature >= GREEDY_BELOW:
+            chance = uniform(rows.seeds[i], rows.positions[i])
+            drawn.append(i)
+            draws.append(Draw(row, token_ids[i], params.temperature, params.top_k, params.top_p, params.min_p, chance))
+    for i, token_id in zip(drawn, draw_tokens(draws) if draws else (), strict=True):
+        token_ids[i] = token_id
     return token_ids, errors
 
 
-def _draw(row: np.ndarray, highest: np.float32, params: SamplingParams, chance: float, tiles: np.ndarray) -> int:
-    """One token of a row whose largest logit is `highest`. `tiles` is room for its weights, zero behind them."""
-    if 0 < params.top_k < row.shape[0]:
-        return _draw_sorted(*_top_k(row, params), params.top_p, chance)
+def _edited(logits: np.ndarray, edits: tuple[LogitEdits, np.ndarray] | None, mask: np.ndarray | None) -> np.ndarray:
+    """A row after edits and grammar. Where min_tokens leaves nothing that the grammar allows, the grammar wins."""
+    for bans_end in (True, False):
+        row = logits.copy() if mask is None else logits + mask
+        if edits is not None:
+            edits[0].apply(row, edits[1], bans_end=bans_end)
+        if edits is None or mask is None or row.max() > -np.inf:
+            break
+    return row
+
+
+def draw(draws: list[Draw]) -> list[int]:
+    """A token for each, for backends that have no compiled way."""
+    if not draws:
+        return []
+    tiles = np.zeros((-(-draws[0].row_V.shape[0] // _TILE), _TILE), np.float32)
+    with np.errstate(over="ignore", under="ignore"):
+        return [_draw(each, tiles) for each in draws]
+
+
+def _draw(draw: Draw, tiles: np.ndarray) -> int:
+    """`tiles` is room for the weights of a row, zero behind them."""
+    row = draw.row_V
+    if 0 < draw.top_k < row.shape[0]:
+        return _draw_sorted(*_top_k(draw), draw.top_p, draw.chance)
     weights = tiles.reshape(-1)[: row.shape[0]]
-    _weigh(row, highest, params, weights)
-    if params.top_p < 1.0:
-        return _draw_sorted(*_nucleus(weights, params.top_p), params.top_p, chance)
-    return _draw_plain(tiles, chance)
+    _weigh(row, draw, weights)
+    if draw.top_p < 1.0:
+        return _draw_sorted(*_nucleus(row, weights, draw.top_p), draw.top_p, draw.chance)
+    return _draw_plain(tiles, draw.chance)
 
 
-def _weigh(row: np.ndarray, highest: np.float32, params: SamplingParams, weights: np.ndarray) -> None:
+def _weigh(logits: np.ndarray, draw: Draw, weights: np.ndarray) -> None:
     """Probabilities over that of the likeliest token, after temperature and min-p."""
-    np.subtract(row, highest, out=weights)
-    if params.temperature != 1.0:
-        np.divide(weights, np.float32(min(params.temperature, _HIGHEST_TEMPERATURE)), out=weights)
+    np.subtract(logits, draw.row_V[draw.best], out=weights)
+    if draw.temperature != 1.0:
+        np.divide(weights, np.float32(min(draw.temperature, _HIGHEST_TEMPERATURE)), out=weights)
     np.exp(weights, out=weights)
-    if params.min_p > 0.0:
-        weights[weights < np.float32(params.min_p)] = 0.0
+    if draw.min_p > 0.0:
+        weights[weights < np.float32(draw.min_p)] = 0.0
 
 
 def _draw_plain(tiles: np.ndarray, chance: float) -> int:
@@ -115,22 +145,23 @@ def _draw_sorted(ids: np.ndarray, running: np.ndarray, total: float, top_p: floa
     return int(ids[kept.searchsorted(_below(chance * float(kept[-1]), kept), side="right")])
 
 
-def _top_k(row: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray, float]:
+def _top_k(draw: Draw) -> tuple[np.ndarray, np.ndarray, float]:
     """The k most likely tokens, in order, with their running weights and the weight of all of them."""
-    ids = top_ids(row, params.top_k)
+    ids = top_ids(draw.row_V, draw.top_k)
     weights = np.empty(ids.shape[0], np.float32)
-    _weigh(row[ids], row[ids[0]], params, weights)
+    _weigh(draw.row_V[ids], draw, weights)
     running = np.cumsum(weights, dtype=np.float64)
     return ids, running, float(running[-1])
 
 
-def _nucleus(weights: np.ndarray, top_p: float) -> tuple[np.ndarray, np.ndarray, float]:
+def _nucleus(row: np.ndarray, weights: np.ndarray, top_p: float) -> tuple[np.ndarray, np.ndarray, float]:
     """Enough of the most likely tokens to reach top_p, in order, with their running weights and the weight of all.
 
-    Tokens that together weigh less than 1 - top_p cannot be among them, so only what is heavy enough is sorted.
+    The order is that of the logits: the weights that they become are rounded, and not alike in every backend. Tokens
+    that together weigh less than 1 - top_p cannot be among them, so only what is heavy enough is sorted.
     """
     total = float(weights.sum())
     lightest = 0.5 * (1.0 - top_p) * total / weights.shape[0]  # half: room for the sum's rounding
     heavy = np.flatnonzero(weights > np.float32(lightest))
-    ids = heavy[falling(weights[heavy])]
+    ids = heavy[falling(row[heavy])]
     return ids, np.cumsum(weights[ids], dtype=np.float64), total

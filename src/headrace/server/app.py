@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -18,8 +18,11 @@ from headrace.client.base import EngineClient
 from headrace.client.lifecycle import Lifecycle
 from headrace.config.generation import parse_defaults
 from headrace.config.options import ServeConfig
+from headrace.observability.logs import set_level
 from headrace.observability.prometheus import Metrics
+from headrace.observability.tracing import open_tracer
 from headrace.processing.inputs import InputProcessor
+from headrace.processing.parsing import load_parsing
 from headrace.processing.tokenizer import Tokenizer
 from headrace.server.body import UNKNOWN_FIELDS
 from headrace.server.context import ServerContext
@@ -27,11 +30,13 @@ from headrace.server.errors import install_error_handlers
 from headrace.server.keys import KeyRing
 from headrace.server.middleware import REQUEST_ID, BodyLimitMiddleware, RequestMiddleware
 from headrace.server.openapi import install_openapi
+from headrace.server.response_store import ResponseStore
 from headrace.server.routes import all_routers
 from headrace.server.spool import remove_stale
 from headrace.server.version import VERSION
 
 LAG_INTERVAL_S = 0.1
+LAST_SPANS_S = 1.0  # the supervisor waits a little more than that for a front end to go
 DESCRIPTION = "OpenAI-compatible inference. Errors are `{error: {message, type, param, code}}` on every route."
 
 
@@ -44,20 +49,31 @@ def create_app(
     lifecycle: Lifecycle | None = None,
     front_end: int = 0,
     runtime_dir: Path | None = None,
+    set_log_level: Callable[[int], None] = set_level,
 ) -> FastAPI:
-    """`served_names`: what requests may call the model, the default first. `front_end` labels the metrics."""
+    """`served_names`: what requests may call the model, the default first. `front_end` labels metrics and traces.
+
+    Raises ConfigError for parsers or plugins that do not load.
+    """
     assert served_names, "a model has a name"
+    observability = config.observability
     context = ServerContext(
         client=client,
         tokenizer=tokenizer,
         config=config,
         served_names=served_names,
         lifecycle=lifecycle,
-        inputs=InputProcessor(tokenizer, config.admission, seed=config.engine.model.seed),
+        inputs=InputProcessor(
+            tokenizer, config.admission, seed=config.engine.model.seed, grammar=config.engine.grammar
+        ),
+        parsing=load_parsing(config.parsing, tokenizer),
         keys=KeyRing(config.server.api_key, config.server.admin_key),
-        metrics=Metrics(served_names[0], client.status, front_end=front_end),
+        metrics=Metrics(served_names[0], client.status, front_end=front_end, aliases=observability.metrics_alias),
         sampling_defaults=parse_defaults(config.engine.model.override_generation_config),
         runtime_dir=runtime_dir,
+        responses=ResponseStore(config.server.response_store_bytes),
+        set_log_level=set_log_level,
+        tracer=open_tracer(observability.otlp_traces_endpoint, version=VERSION, instance=f"front-end-{front_end}"),
     )
     app = FastAPI(
         title="Headrace",
@@ -96,6 +112,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         with suppress(asyncio.CancelledError):
             await lag
         context.inputs.close()
+        if context.tracer is not None:
+            await asyncio.to_thread(context.tracer.close, LAST_SPANS_S)
 
 
 async def _observe_lag(metrics: Metrics) -> None:

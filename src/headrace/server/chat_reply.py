@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from headrace.errors import ErrorInfo
 from headrace.processing.logprobs import TokenLogprob
 from headrace.processing.outputs import TextDelta
 from headrace.server.logprobs import chat_logprobs, prompt_logprobs
 from headrace.server.shape import ChoiceParts, PromptRows, ReplyShape, usage_object, weight_version
-from headrace.server.sse import FINISH, FrameWriter, encode, version_json
-from headrace.types import Usage
+from headrace.server.sse import FINISH, FrameWriter, encode, error_end, version_json
+from headrace.types import FinishReason, Usage
 
 ROLE_DELTA = b'{"role":"assistant","content":""}'
+TOOL_CALLS = "tool_calls"
 
 
 class ChatReply:
-    """`Reply` of the chat route. Chunks of a choice: role, pieces of content, finish with an empty delta."""
+    """`Reply` of the chat route. Chunks of a choice: role, pieces of the message, finish with an empty delta."""
 
-    def __init__(self, shape: ReplyShape) -> None:
+    def __init__(self, shape: ReplyShape, *, has_reasoning: bool = False) -> None:
+        """`has_reasoning`: thoughts are looked for, so that a message says so when it has none."""
+        self._has_reasoning = has_reasoning
         self._shape = shape
         self._writer = FrameWriter(shape, "chat.completion.chunk")
         self._unsent: dict[int, ChoiceParts] = {}
@@ -46,22 +50,40 @@ class ChatReply:
         assert parts.finish_reason is not None, "every choice ends once"
         choice: dict[str, Any] = {
             "index": index,
-            "message": {"role": "assistant", "content": self._echo + "".join(parts.text), "refusal": None},
+            "message": self._message(parts),
             "logprobs": self._logprobs(parts.logprobs),
-            "finish_reason": parts.finish_reason.label,
+            "finish_reason": TOOL_CALLS if _ends_with_calls(parts) else parts.finish_reason.label,
             "stop_reason": parts.stop_reason,
         }
         if self._shape.return_token_ids:
             choice["token_ids"] = parts.token_ids
         return choice | parts.versions.members()
 
+    def _message(self, parts: ChoiceParts) -> dict[str, Any]:
+        content = self._echo + "".join(parts.text)
+        reasoning = "".join(parts.reasoning)
+        has_other = bool(reasoning or parts.calls)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if has_other and not content else content,
+            "refusal": None,
+        }
+        if self._has_reasoning:
+            message |= _reasoning_members(reasoning or None)
+        if parts.calls:
+            message["tool_calls"] = [call.members() for call in parts.calls]
+        return message
+
     # ------------------------------------------------------------------ a stream
 
     def frames(self, deltas: Sequence[TextDelta], usage: Usage) -> bytes:
         return b"".join(self._choice_frames(delta, usage) for delta in deltas)
 
-    def usage_frame(self, usage: Usage) -> bytes:
-        return self._writer.usage_frame(usage)
+    def end(self, usage: Usage) -> bytes:
+        return self._writer.end(usage)
+
+    def fail(self, info: ErrorInfo, usage: Usage) -> bytes:
+        return error_end(info)
 
     def _choice_frames(self, delta: TextDelta, usage: Usage) -> bytes:
         index = delta.choice
@@ -73,7 +95,7 @@ class ChatReply:
             frames.append(self._first_frames(index, usage))
         else:
             unsent.add(delta)
-        if unsent.text:
+        if unsent.text or unsent.reasoning or unsent.calls:
             frames.append(self._content_frame(index, unsent, usage))
             self._unsent[index] = unsent = self._after(unsent)
         if unsent.finish_reason is not None:
@@ -90,9 +112,9 @@ class ChatReply:
         return role + self._writer.frame(echo, usage)
 
     def _content_frame(self, index: int, unsent: ChoiceParts, usage: Usage) -> bytes:
-        choice = b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null%b}' % (
+        choice = b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null%b}' % (
             index,
-            encode("".join(unsent.text)),
+            _delta_json(unsent),
             self._logprobs_json(unsent.logprobs),
             self._token_ids_json(unsent.token_ids),
         )
@@ -103,7 +125,7 @@ class ChatReply:
         choice = b'{"index":%d,"delta":{},"logprobs":%b,"finish_reason":%b,"stop_reason":%b%b}' % (
             index,
             self._logprobs_json(unsent.logprobs),
-            FINISH[unsent.finish_reason],
+            b'"tool_calls"' if _ends_with_calls(unsent) else FINISH[unsent.finish_reason],
             encode(unsent.stop_reason),
             self._token_ids_json(unsent.token_ids) + (b"," + encode(spans)[1:-1] if spans else b""),
         )
@@ -111,7 +133,12 @@ class ChatReply:
 
     def _after(self, sent: ChoiceParts) -> ChoiceParts:
         """What is left to send; rows of the prompt have gone out with the first content."""
-        return ChoiceParts(finish_reason=sent.finish_reason, stop_reason=sent.stop_reason, versions=sent.versions)
+        return ChoiceParts(
+            has_calls=sent.has_calls,
+            finish_reason=sent.finish_reason,
+            stop_reason=sent.stop_reason,
+            versions=sent.versions,
+        )
 
     # ------------------------------------------------------------------ parts of both
 
@@ -142,3 +169,26 @@ class ChatReply:
         self._has_sent_prompt = True
         members = self._of_prompt(self._prompt_rows.of(0, unsent.prompt_logprobs))
         return b"," + encode(members)[1:-1] if members else b""
+
+
+def _ends_with_calls(parts: ChoiceParts) -> bool:
+    """A choice that was cut off says so, whatever it called before."""
+    return parts.has_calls and parts.finish_reason is FinishReason.STOP
+
+
+def _delta_json(parts: ChoiceParts) -> bytes:
+    if not parts.reasoning and not parts.calls:
+        return b'{"content":%b}' % encode("".join(parts.text))
+    delta: dict[str, Any] = {}
+    if parts.reasoning:
+        delta |= _reasoning_members("".join(parts.reasoning))
+    if parts.text:
+        delta["content"] = "".join(parts.text)
+    if parts.calls:
+        delta["tool_calls"] = [{"index": call.index, **call.members()} for call in parts.calls]
+    return encode(delta)
+
+
+def _reasoning_members(reasoning: str | None) -> dict[str, Any]:
+    """Under its first name and under the one that vLLM has moved to."""
+    return {"reasoning_content": reasoning, "reasoning": reasoning}

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from headrace.errors import ErrorInfo
 from headrace.processing.logprobs import TokenLogprob
 from headrace.processing.outputs import TextDelta
 from headrace.processing.tokenizer import Tokenizer
 from headrace.server.logprobs import CompletionLogprobs, prompt_logprobs
 from headrace.server.shape import ChoiceParts, PromptRows, ReplyShape, usage_object, weight_version
-from headrace.server.sse import FINISH, FrameWriter, encode, version_json
+from headrace.server.sse import FINISH, FrameWriter, encode, error_end, version_json
 from headrace.types import Usage
 
 
@@ -60,8 +61,11 @@ class CompletionReply:
     def frames(self, deltas: Sequence[TextDelta], usage: Usage) -> bytes:
         return b"".join(self._choice_frames(delta, usage) for delta in deltas)
 
-    def usage_frame(self, usage: Usage) -> bytes:
-        return self._writer.usage_frame(usage)
+    def end(self, usage: Usage) -> bytes:
+        return self._writer.end(usage)
+
+    def fail(self, info: ErrorInfo, usage: Usage) -> bytes:
+        return error_end(info)
 
     def _choice_frames(self, delta: TextDelta, usage: Usage) -> bytes:
         index = delta.choice

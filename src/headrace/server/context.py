@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,12 +14,16 @@ from headrace.client.base import EngineClient
 from headrace.client.lifecycle import Lifecycle
 from headrace.config.options import ServeConfig
 from headrace.errors import NotFound, Unavailable
+from headrace.observability.logs import set_level
 from headrace.observability.prometheus import Metrics
 from headrace.processing.checks import shown
 from headrace.processing.inputs import InputProcessor
+from headrace.processing.parsing import Parsing
 from headrace.processing.tokenizer import Tokenizer
+from headrace.server.response_store import ResponseStore
 
 if TYPE_CHECKING:
+    from headrace.observability.otel import Trace, Tracer
     from headrace.server.keys import KeyRing
 
 DRAIN_RETRY_S = 5
@@ -33,10 +37,16 @@ class ServerContext:
     served_names: tuple[str, ...]
     lifecycle: Lifecycle | None
     inputs: InputProcessor
+    parsing: Parsing
     keys: KeyRing
     metrics: Metrics
     sampling_defaults: Mapping[str, Any]
     runtime_dir: Path | None = None  # the server's private directory; none in tests
+    set_log_level: Callable[[int], None] = set_level  # of the whole server; of this process alone in tests
+    tracer: Tracer | None = None
+    trace: Trace | None = None  # of the request that this context was made for, if it is sampled
+    trace_parent: str | None = None  # of that trace, else the caller's
+    responses: ResponseStore = field(default_factory=lambda: ResponseStore(0))
     created: int = field(default_factory=lambda: int(time.time()))
 
     def model_name(self, asked: str | None) -> str:
@@ -70,7 +80,9 @@ class ServerContext:
 
 
 def context_of(connection: HTTPConnection) -> ServerContext:
-    return cast(ServerContext, connection.app.state.context)
+    """The front end's; a request that belongs to a trace has its own copy, which says so."""
+    own = connection.scope["state"].get("context")
+    return cast(ServerContext, own or connection.app.state.context)
 
 
 def request_state(connection: HTTPConnection) -> dict[str, Any]:

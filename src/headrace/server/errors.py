@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from headrace.errors import ErrorInfo, InternalError, InvalidRequest, MethodNotAllowed, NotFound, RequestError
+from headrace.server.context import request_state
 
 JSON = "application/json"
 CLIENT_CLOSED = 499  # nobody reads it; logs and tests do
@@ -50,8 +51,9 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
 
 
-async def _on_request_error(_: Request, error: Exception) -> Response:
+async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
+    request_state(request)["log"].setdefault("error", error.code)
     return error_response(error.info())
 
 

@@ -18,12 +18,13 @@ from starlette.responses import Response
 from headrace.errors import QueueFull, Unavailable
 from headrace.processing.inputs import ChatInput, PreparedRequest, Prompt, RequestOptions
 from headrace.processing.outputs import OutputAssembler, TextDelta
+from headrace.processing.parsing import ReplyParsing
 from headrace.server.context import ServerContext, context_of, request_state
 from headrace.server.disconnect import ClientGone, DisconnectWatch
 from headrace.server.errors import CLIENT_CLOSED, json_response
 from headrace.server.shape import ChoiceParts, Reply, failure
 from headrace.server.sse import EventStream
-from headrace.server.tracking import TrackedStream
+from headrace.server.tracking import TrackedStream, refusals_traced
 from headrace.types import SamplingParams, Usage
 
 
@@ -36,22 +37,28 @@ class Job:
     options: RequestOptions
     is_stream: bool
     make_reply: Callable[[PreparedRequest, int], Reply]  # (what was prepared, unix time)
+    make_parsing: Callable[[PreparedRequest], ReplyParsing | None] = lambda _: None
 
 
 class Generation:
     """A submitted request on its way."""
 
     def __init__(
-        self, context: ServerContext, prepared: PreparedRequest, watch: DisconnectWatch, state: dict[str, Any]
+        self,
+        context: ServerContext,
+        prepared: PreparedRequest,
+        watch: DisconnectWatch,
+        state: dict[str, Any],
+        parsing: ReplyParsing | None,
     ) -> None:
         submit = prepared.submit
         self.watch = watch
         self.log_id: str = state["request_id"]
         self._state = state
         stream = context.client.submit(submit)
-        self._stream = TrackedStream(stream, submit, context.metrics, state["received"])
+        self._stream = TrackedStream(stream, submit, context.metrics, state["received"], context.trace)
         watch.on_gone = self.abandon
-        self._assembler = OutputAssembler(context.tokenizer, submit, self._stream)
+        self._assembler = OutputAssembler(context.tokenizer, submit, self._stream, parsing)
         self._outputs = aiter(self._assembler)
 
     @property
@@ -99,8 +106,9 @@ async def answer(request: Request, job: Job) -> Response:
     generation: Generation | None = None
     is_handed_over = False
     try:
-        prepared = await watch.run(_prepare(context, job))
-        generation = _submit(context, prepared, watch, state)
+        with refusals_traced(context.trace, state["received"]):
+            prepared = await watch.run(_prepare(context, job))
+            generation = _submit(context, prepared, watch, state, job.make_parsing(prepared))
         reply = job.make_reply(prepared, int(time.time()))
         if job.is_stream:
             response: Response = EventStream(generation, await watch.run(generation.first()), reply)
@@ -128,11 +136,15 @@ async def _prepare(context: ServerContext, job: Job) -> PreparedRequest:
 
 
 def _submit(
-    context: ServerContext, prepared: PreparedRequest, watch: DisconnectWatch, state: dict[str, Any]
+    context: ServerContext,
+    prepared: PreparedRequest,
+    watch: DisconnectWatch,
+    state: dict[str, Any],
+    parsing: ReplyParsing | None,
 ) -> Generation:
     try:
         context.refuse_when_draining()  # again: it may have begun while a long prompt was tokenised
-        return Generation(context, prepared, watch, state)
+        return Generation(context, prepared, watch, state, parsing)
     except (QueueFull, Unavailable) as error:
         context.metrics.count_rejection(error.code)
         raise

@@ -75,6 +75,11 @@ def presented_key(connection: HTTPConnection) -> str | None:
     return key.strip().encode("latin-1").decode("utf-8", "surrogateescape") or None
 
 
+def key_digest(connection: HTTPConnection) -> bytes:
+    """Whose request it is, for what only its sender may see again. Without a key it is everybody's."""
+    return _digest(presented_key(connection) or "")
+
+
 def is_local(connection: HTTPConnection) -> bool:
     """From this machine, and neither through a proxy nor from a web page of another origin in a local browser."""
     if connection.client is None or any(name in connection.headers for name in FORWARDING_HEADERS):

@@ -1,4 +1,4 @@
-"""What wraps every route, as plain ASGI: request id, log line, the 500 of last resort, and the limit on bodies.
+"""What wraps every route, as plain ASGI: request id, trace, log line, the 500 of last resort, the limit on bodies.
 
 Plain ASGI and not Starlette's BaseHTTPMiddleware, which hides disconnects from the routes. CORS is Starlette's own,
 outside.
@@ -9,24 +9,31 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.errors import RequestError, RequestTooLarge
 from headrace.observability.logs import event
+from headrace.observability.tracing import checked_trace_parent, trace_id_of
 from headrace.processing.checks import check_name
+from headrace.server.context import ServerContext
 from headrace.server.errors import error_response, internal_error
+
+if TYPE_CHECKING:
+    from headrace.observability.otel import Trace
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = "X-Request-Id"
+MAX_PATH_CHARS = 500
 QUIET_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping", "/metrics", "/v1/load", "/version"})
 
 
 class RequestMiddleware:
-    """Gives each request its id, and whatever happens a reply and one log line."""
+    """Gives each request its id and its trace, and whatever happens a reply and one log line."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -38,6 +45,7 @@ class RequestMiddleware:
         started = time.monotonic()
         state: dict[str, Any] = scope.setdefault("state", {})
         state.update(request_id=uuid.uuid4().hex, caller_id=None, headers={}, log={}, received=started)
+        trace_parent, trace = _open_trace(scope, started)
         status = 0
 
         async def tagged(message: Message) -> None:
@@ -56,25 +64,59 @@ class RequestMiddleware:
                 state["request_id"] = state["caller_id"] = check_name(given, REQUEST_ID)
             await self._app(scope, receive, tagged)
         except RequestError as error:  # raised by a middleware: the routes' own are answered further in
+            state["log"].setdefault("error", error.code)
             if not status:
                 await error_response(error.info())(scope, receive, tagged)
         except Exception:
+            state["log"].setdefault("error", "internal_error")
             logger.exception("request failed", extra={"headrace_fields": {"request_id": state["request_id"]}})
             if not status:
                 await error_response(internal_error())(scope, receive, tagged)
         finally:
+            ended = time.monotonic()
             level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
             event(
                 logger,
                 level,
                 "http",
                 request_id=state["request_id"],
+                trace_id=trace_id_of(trace_parent),
                 method=scope["method"],
                 path=scope["path"],
                 status=status,
-                seconds=time.monotonic() - started,
+                seconds=ended - started,
                 **state["log"],
             )
+            if trace is not None:
+                _end_trace(trace, scope, status, ended)
+
+
+def _open_trace(scope: Scope, started: float) -> tuple[str | None, Trace | None]:
+    """The request's place in a trace, as text and as its span; leaves both in the request's own context."""
+    headers = Headers(scope=scope)
+    trace_parent = checked_trace_parent(headers.get("traceparent"))
+    context: ServerContext = scope["app"].state.context
+    trace = None
+    if context.tracer is not None and scope["path"] not in QUIET_PATHS:
+        trace = context.tracer.start(trace_parent, headers.get("tracestate"), started)
+        trace_parent = trace_parent if trace is None else trace.trace_parent
+    if trace_parent is not None:
+        scope["state"]["context"] = replace(context, trace=trace, trace_parent=trace_parent)
+    return trace_parent, trace
+
+
+def _end_trace(trace: Trace, scope: Scope, status: int, ended: float) -> None:
+    state = scope["state"]
+    error: str | None = state["log"].get("error")
+    attributes = {
+        "http.request.method": scope["method"],
+        "url.path": scope["path"][:MAX_PATH_CHARS],
+        "http.response.status_code": status,
+        "headrace.request_id": state["request_id"],
+        "error.type": error,
+    }
+    is_client_s_fault = 400 <= status < 500  # which is no failure of the server's span
+    trace.end(ended, attributes, None if is_client_s_fault else error)
 
 
 class BodyLimitMiddleware:

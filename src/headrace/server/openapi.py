@@ -18,14 +18,25 @@ from headrace.server.protocol.chat import ChatCompletionRequest
 from headrace.server.protocol.common import RequestModel
 from headrace.server.protocol.completions import CompletionRequest
 from headrace.server.protocol.control import OPERATIONS, EmptyRequest
+from headrace.server.protocol.generate import GenerateRequest, GenerateSampling
+from headrace.server.protocol.messages import CountTokensRequest, MessagesRequest
+from headrace.server.protocol.responses import ResponsesRequest
 from headrace.server.protocol.sources import SOURCES
+from headrace.server.protocol.token_generate import TokenGenerateRequest, TokenSampling
 from headrace.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 
 BODIES: tuple[type[RequestModel], ...] = (
     ChatCompletionRequest,
     CompletionRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    GenerateRequest,
+    GenerateSampling,
+    TokenGenerateRequest,
+    TokenSampling,
     EmptyRequest,
     *OPERATIONS,
     *SOURCES.values(),
@@ -34,15 +45,22 @@ REPLIES: tuple[type[msgspec.Struct], ...] = (
     replies.ErrorReply,
     replies.ChatCompletion,
     replies.Completion,
+    replies.ResponseObject,
+    replies.DeletedResponse,
+    replies.Message,
+    replies.TokenCount,
     replies.ModelList,
     replies.ModelCard,
     replies.TokenizeReply,
     replies.DetokenizeReply,
+    replies.GenerateOutput,
+    replies.TokenGeneration,
     replies.Readiness,
     replies.VersionReply,
     replies.Load,
     replies.Operation,
     replies.AbortOperation,
+    replies.LogLevel,
     replies.OperationList,
     replies.ControlStatus,
 )

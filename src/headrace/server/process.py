@@ -7,9 +7,13 @@ the supervisor's pipe closes. It reports its open requests on the board, which i
 
 from __future__ import annotations
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # importing leaves little to collect; `FrontEnd` turns it on again once all is there
+
 import asyncio
 import contextlib
-import gc
 import logging
 import socket
 import sys
@@ -25,16 +29,18 @@ from headrace.client.lifecycle import Lifecycle
 from headrace.client.zmq import ZmqClient
 from headrace.config.launch import Launch
 from headrace.errors import ErrorInfo, StartupError
-from headrace.observability.logs import configure_logging
+from headrace.observability.logs import configure_logging, set_level
 from headrace.processing.tokenizer import Tokenizer, load_tokenizer
 from headrace.server.app import create_app
 from headrace.transport.board import EngineState, FrontEndState, StatusBoard, SupervisorState
+from headrace.transport.log_level import LogLevelFollower
 from headrace.transport.messages import EngineInfo
 from headrace.transport.parent_watch import ParentWatch, leave_signals_to_supervisor
 
 logger = logging.getLogger(__name__)
 
 _WATCH_INTERVAL_S: Final = 0.05
+_STARTING_INTERVAL_S: Final = 0.01  # until it is ready
 _HANDSHAKE_S: Final = 5.0
 _LAST_WRITES_S: Final = 2  # what the open responses get to be written out once their requests have ended
 _DRAINED: Final = ErrorInfo(
@@ -46,14 +52,20 @@ def main(argv: list[str]) -> int:
     leave_signals_to_supervisor()
     watch = ParentWatch()
     launch, index = Launch.read(Path(argv[1])), int(argv[2])
-    configure_logging(launch.config.server.log_level, f"front-end-{index}")
+    observability = launch.config.observability
+    configure_logging(observability.log_level, f"front-end-{index}", observability.log_format)
     try:
         tokenizer = _load_tokenizer(launch)
     except StartupError as error:
         launch.fail(str(error))
         return 1
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(FrontEnd(launch, index, tokenizer, watch).run())
+        try:
+            front_end = FrontEnd(launch, index, tokenizer, watch)
+        except StartupError as error:  # a parser or plugin that does not load
+            launch.fail(str(error))
+            return 1
+        return runner.run(front_end.run())
 
 
 class FrontEnd:
@@ -73,6 +85,7 @@ class FrontEnd:
         )
         self._client.report.update(has_chat_template=int(tokenizer.chat_template is not None))
         self._watch = watch
+        self._log_level = LogLevelFollower(self._board, set_level)
         app = create_app(
             self._client,
             tokenizer,
@@ -81,6 +94,7 @@ class FrontEnd:
             lifecycle=Lifecycle(lambda: self._board.is_draining),
             front_end=index,
             runtime_dir=Path(launch.runtime_dir),
+            set_log_level=self._set_log_level,
         )
         self._server = _Server(
             uvicorn.Config(
@@ -125,8 +139,10 @@ class FrontEnd:
                 is_ready = True
                 gc.collect()
                 gc.freeze()  # modules, routes, tokenizer: no collection walks them again
+                gc.enable()
                 self._client.report.update(state=FrontEndState.READY)
             self._client.report.update(num_open=len(self._server.server_state.tasks))
+            self._log_level.look()
             state = self._board.read_supervisor().state
             if state == SupervisorState.STOPPING:
                 self._stop()
@@ -135,7 +151,12 @@ class FrontEnd:
                 logger.info("draining: %d requests are running", len(self._server.server_state.tasks))
             if drain_until is not None and time.monotonic() >= drain_until:
                 self._client.end_streams(_DRAINED)
-            await asyncio.sleep(_WATCH_INTERVAL_S)
+            await asyncio.sleep(_WATCH_INTERVAL_S if is_ready else _STARTING_INTERVAL_S)
+
+    def _set_log_level(self, level: int) -> None:
+        """Here at once; the other processes see it on the board."""
+        self._client.report.update(log_level=level, log_level_ns=time.monotonic_ns())
+        self._log_level.look()
 
     def _stop(self) -> None:
         self._client.end_streams(_DRAINED)

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from headrace.errors import FailedRequest, InternalError, RequestError
+from headrace.errors import ErrorInfo, FailedRequest, InternalError, RequestError
 from headrace.processing.logprobs import TokenLogprob
 from headrace.processing.outputs import TextDelta
+from headrace.processing.tools import ToolCallDelta
 from headrace.types import FinishReason, Usage
 
 
@@ -45,17 +46,37 @@ class ChoiceVersions:
         """Of the newest token; None if there is none."""
         return self.starts[-1][1] if self.starts else None
 
+    def spans(self) -> list[dict[str, Any]]:
+        """[start, end) of the tokens of each version."""
+        ends = [*(start for start, _ in self.starts[1:]), self.num_tokens]
+        return [
+            {"version": version, "start": start, "end": min(end, self.num_tokens)}
+            for (start, version), end in zip(self.starts, ends, strict=False)
+            if start < self.num_tokens
+        ]
+
     def members(self) -> dict[str, Any]:
         """The choice's member for a request that crossed a refresh; nothing for all others."""
         if len(self.starts) < 2:
             return {}
-        ends = [start for start, _ in self.starts[1:]] + [self.num_tokens]
-        spans = [
-            {"version": version, "start": start, "end": min(end, self.num_tokens)}
-            for (start, version), end in zip(self.starts, ends, strict=True)
-            if start < self.num_tokens
-        ]
+        spans = self.spans()
         return {"weight_versions": spans} if len(spans) > 1 else {}
+
+
+@dataclass(slots=True)
+class CallParts:
+    """What has come of one tool call. Without id and name: more of one whose beginning has been sent."""
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: list[str] = field(default_factory=list)
+
+    def members(self) -> dict[str, Any]:
+        arguments = "".join(self.arguments)
+        if self.id is None:
+            return {"function": {"arguments": arguments}}
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
 
 
 @dataclass(slots=True)
@@ -63,26 +84,43 @@ class ChoiceParts:
     """What has come of one choice: all of it for a plain reply, what is not sent yet in a stream."""
 
     text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[CallParts] = field(default_factory=list)
+    has_calls: bool = False  # ever
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     versions: ChoiceVersions = field(default_factory=ChoiceVersions)
+    num_cached_tokens: int = 0  # of its prompt
 
     def add(self, delta: TextDelta) -> None:
         self.versions.starts.extend(delta.weights_versions)
         self.versions.num_tokens += len(delta.token_ids)
         if delta.text:
             self.text.append(delta.text)
+        if delta.reasoning:
+            self.reasoning.append(delta.reasoning)
+        if delta.calls:
+            self.has_calls = True
+            self._add_calls(delta.calls)
         self.token_ids.extend(delta.token_ids)
         if delta.logprobs:
             self.logprobs.extend(delta.logprobs)
         if delta.prompt_logprobs:
             self.prompt_logprobs.extend(delta.prompt_logprobs)
+        if delta.num_cached_tokens is not None:
+            self.num_cached_tokens = delta.num_cached_tokens
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
             self.stop_reason = delta.stop_reason
+
+    def _add_calls(self, calls: Sequence[ToolCallDelta]) -> None:
+        for call in calls:
+            if not self.calls or self.calls[-1].index != call.index:
+                self.calls.append(CallParts(call.index, call.id, call.name))
+            self.calls[-1].arguments.append(call.arguments)
 
 
 class PromptRows:
@@ -103,16 +141,20 @@ class PromptRows:
 class Reply(Protocol):
     """The JSON of one route."""
 
-    def body(self, choices: Sequence[ChoiceParts], usage: Usage) -> dict[str, Any]:
-        """A plain reply; `choices` by index."""
+    def body(self, choices: Sequence[ChoiceParts], usage: Usage) -> Any:
+        """A plain reply; `choices` by index. May raise RequestError, as `frames` may."""
         ...
 
     def frames(self, deltas: Sequence[TextDelta], usage: Usage) -> bytes:
         """The next events of a stream, complete; may be empty."""
         ...
 
-    def usage_frame(self, usage: Usage) -> bytes:
-        """The event before [DONE]; empty when it was not asked for."""
+    def end(self, usage: Usage) -> bytes:
+        """The last events of a stream whose choices have all ended."""
+        ...
+
+    def fail(self, info: ErrorInfo, usage: Usage) -> bytes:
+        """The last events of any other stream."""
         ...
 
 
@@ -122,7 +164,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.total_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
 
 

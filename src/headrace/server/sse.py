@@ -1,7 +1,8 @@
 """Server-sent events: the bytes of a frame, and the ASGI response that sends them until the end or a disconnect.
 
 A frame's constant parts are encoded once per request, its text by msgspec: no pydantic and no dictionary per token. A
-stream ends with a finish frame per choice, or one error frame, and then `[DONE]`; there is no other way out.
+stream ends with its reply's `end` or its `fail`; there is no other way out. Of OpenAI's that is a finish frame per
+choice, or one error frame, and then `[DONE]`.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ def version_json(parts: ChoiceParts) -> bytes:
     return b',"weight_version":' + encode(parts.versions.last)
 
 
-def error_frame(info: ErrorInfo) -> bytes:
-    return b"data: " + encode(error_object(info)) + b"\n\n"
+def error_end(info: ErrorInfo) -> bytes:
+    """How a stream of OpenAI's ends that has failed."""
+    return b"data: " + encode(error_object(info)) + b"\n\n" + DONE
 
 
 class FrameWriter:
@@ -65,10 +67,11 @@ class FrameWriter:
             return b"".join((self._head, b',"choices":[', choice, b"]", more, b"}\n\n"))
         return b"".join((self._head, b',"choices":[', choice, b"]", more, self._end))
 
-    def usage_frame(self, usage: Usage) -> bytes:
+    def end(self, usage: Usage) -> bytes:
+        """After the last choice: the usage, if it was asked for."""
         if not self._include_usage:
-            return b""
-        return b"".join((self._head, b',"choices":[],"usage":', encode(usage_object(usage)), b"}\n\n"))
+            return DONE
+        return b"".join((self._head, b',"choices":[],"usage":', encode(usage_object(usage)), b"}\n\n", DONE))
 
 
 class EventStream(Response):
@@ -98,13 +101,13 @@ class EventStream(Response):
             async for frames in self._frames():
                 if frames:
                     await send({"type": "http.response.body", "body": frames, "more_body": True})
-            tail = self._reply.usage_frame(self._generation.usage) + DONE
+            tail = self._reply.end(self._generation.usage)
         except RequestError as error:
-            tail = error_frame(error.info()) + DONE
+            tail = self._reply.fail(error.info(), self._generation.usage)
         except Exception:
             fields = {"request_id": self._generation.log_id}
             logger.exception("stream failed", extra={"headrace_fields": fields})
-            tail = error_frame(internal_error()) + DONE
+            tail = self._reply.fail(internal_error(), self._generation.usage)
         await send({"type": "http.response.body", "body": tail, "more_body": False})
 
     async def _frames(self) -> AsyncIterator[bytes]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from headrace.errors import CheckpointError, InvalidRequest, NotFound
 from headrace.executor.base import Stage
+from headrace.grammar import GrammarError
+from headrace.types import GrammarSpec
 from headrace.weights.checkpoint import open_checkpoint
 from headrace.weights.incoming import apply_sparse
 from headrace.weights.tensor import CheckpointTensor
@@ -32,6 +36,17 @@ class EchoStage:
             self.add(open_checkpoint(path).tensors)
         except CheckpointError as error:
             raise InvalidRequest(str(error), param="source") from error
+
+    def check_path(self, path: Path) -> None:
+        try:
+            open_checkpoint(path)
+        except CheckpointError as error:
+            raise InvalidRequest(str(error), param="source") from error
+
+    def check(self, tensors: Mapping[str, CheckpointTensor]) -> None:
+        for name, tensor in tensors.items():
+            if not tensor.is_finite():
+                raise InvalidRequest(f"Tensor {name[:80]!r} holds NaN or infinity.", param="source")
 
     def add(self, tensors: Mapping[str, CheckpointTensor]) -> None:
         for name, tensor in tensors.items():
@@ -58,6 +73,12 @@ class EchoWeights:
     def __init__(self) -> None:
         self._weights: dict[str, np.ndarray] | None = {}
         self.has_kv = True
+
+    def prepare_grammar(self, spec: GrammarSpec) -> Future[Any]:
+        """What has no logits follows no grammar."""
+        future: Future[Any] = Future()
+        future.set_exception(GrammarError("the mock engine follows none"))
+        return future
 
     @property
     def weights_bytes(self) -> int:

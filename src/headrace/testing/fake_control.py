@@ -38,6 +38,8 @@ def operation_object(kind: str, *, state: str = "succeeded", number: int = 1, **
         "result": [{"rank": 0, **result}] if state == "succeeded" else None,
         "started": 100.0,
         "ended": None if state == "running" else 101.5,
+        "deadline": 700.0,
+        "trace_id": None,
     }
 
 

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from headrace.client.base import Delta, EngineStatus
 from headrace.client.lifecycle import Lifecycle
-from headrace.config.options import AdmissionConfig, ServeConfig, ServerConfig
+from headrace.config.options import AdmissionConfig, ParsingConfig, ServeConfig, ServerConfig
 from headrace.errors import RequestError
 from headrace.processing.tokenizer import Tokenizer
 from headrace.server.app import create_app
@@ -97,6 +97,7 @@ class FakeClient:
     engine_status: EngineStatus = field(default_factory=lambda: EngineStatus(is_ready=True, num_blocks=64))
     streams: list[FakeStream] = field(default_factory=list)
     aborts: list[tuple[Any, Any, str]] = field(default_factory=list)
+    trace_parents: list[str | None] = field(default_factory=list)  # of control operations
     controlled: FakeControl = field(default_factory=FakeControl)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -127,7 +128,8 @@ class FakeClient:
         self.aborts.append((request_ids, names, reason))
         return 3
 
-    async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
+    async def control(self, operation: str, *, trace_parent: str | None = None, **arguments: Any) -> dict[str, Any]:
+        self.trace_parents.append(trace_parent)
         if self.error is not None:
             raise self.error
         return await self.controlled(operation, arguments)
@@ -197,10 +199,16 @@ def make_front_end(
     host: str = "127.0.0.1",
     admission: dict[str, Any] | None = None,
     server: dict[str, Any] | None = None,
+    parsing: dict[str, Any] | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> FrontEnd:
-    """`host`: where requests seem to come from; `admission` and `server`: options that differ from the defaults."""
-    config = ServeConfig(admission=AdmissionConfig(**(admission or {})), server=ServerConfig(**(server or {})))
+    """`host`: where requests seem to come from; `admission`, `server`, `parsing`: options that differ from the
+    defaults."""
+    config = ServeConfig(
+        admission=AdmissionConfig(**(admission or {})),
+        server=ServerConfig(**(server or {})),
+        parsing=ParsingConfig(**(parsing or {})),
+    )
     client, lifecycle = client or FakeClient(), Lifecycle()
     tokenizer = tokenizer or byte_tokenizer()
     app = create_app(client, tokenizer, config, served_names=("fake", "alias"), lifecycle=lifecycle)

@@ -86,7 +86,7 @@ def run_rows(build: Build, x_TD: np.ndarray, backend: Backend, wanted: list[int]
     """Runs `build`'s model, which embeds the rows of `x_TD`, in one step."""
     num_rows = x_TD.shape[0]
     backend.allocate_kv(KVSpec(1, 1, 16), -(-num_rows // 16), 16)
-    return backend.run(OpModel(build(backend)), step_of(num_rows, wanted)).copy()
+    return backend.run(OpModel(build(backend)), step_of(num_rows, wanted)).logits_RV.copy()
 
 
 def on_rows(x_TD: np.ndarray, apply: Callable[[Ops, Tensor, Any], Tensor], pack: Callable[[Backend], Any]) -> Build:

@@ -35,7 +35,7 @@ class Runner:
 
     def step(self, chunks: dict[int, Sequence[int]]) -> dict[int, np.ndarray]:
         """Computes the given tokens of each sequence; returns logits [tokens, V] by sequence."""
-        logits = self.backend.run(self.model.decoder, self._inputs(chunks)).copy()
+        logits = self.backend.run(self.model.decoder, self._inputs(chunks)).logits_RV.copy()
         assert logits.dtype == np.float32
         rows = np.split(logits, np.cumsum([len(chunk) for chunk in chunks.values()])[:-1])
         return dict(zip(chunks, rows, strict=True))

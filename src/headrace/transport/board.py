@@ -58,6 +58,8 @@ class FrontEndRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_queued_tokens: int = 0
     num_open: int = 0  # HTTP requests in progress
     has_chat_template: int = 0
+    log_level: int = 0  # that it was told to bring about, as a number of Python's logging
+    log_level_ns: int = 0  # when
 
 
 class SupervisorRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,8 +68,7 @@ class SupervisorRecord(msgspec.Struct, frozen=True, kw_only=True):
     engine_is_dead: int = 0  # the supervisor has seen it die: it can no longer say so itself
 
 
-_NUM_STATS = len(EngineStats.__struct_fields__)
-_NUM_ENGINE = 3 + _NUM_STATS
+_NUM_ENGINE = 3 + len(EngineStats().as_integers())
 _NUM_FRONT_END = len(FrontEndRecord.__struct_fields__)
 _NUM_SUPERVISOR = len(SupervisorRecord.__struct_fields__)
 
@@ -112,12 +113,12 @@ class StatusBoard:
 
     def write_engine(self, state: EngineState, stats: EngineStats) -> None:
         """The engine's, once a step and at least once a second: the write is its heartbeat."""
-        self._engine.write((state, os.getpid(), time.monotonic_ns(), *msgspec.structs.astuple(stats)))
+        self._engine.write((state, os.getpid(), time.monotonic_ns(), *stats.as_integers()))
 
     def read_engine(self) -> EngineRecord:
-        state, pid, heartbeat_ns, *stats = self._engine.read()
-        counters = dict(zip(EngineStats.__struct_fields__, stats, strict=True))
-        return EngineRecord(state=EngineState(state), pid=pid, heartbeat_ns=heartbeat_ns, stats=EngineStats(**counters))
+        state, pid, heartbeat_ns, *integers = self._engine.read()
+        stats = EngineStats.from_integers(integers)
+        return EngineRecord(state=EngineState(state), pid=pid, heartbeat_ns=heartbeat_ns, stats=stats)
 
     # ------------------------------------------------------------------ front ends
 
@@ -132,6 +133,11 @@ class StatusBoard:
         """Waiting choices and prompt tokens of all front ends but this one."""
         others = [self.read_front_end(other) for other in range(self.num_front_ends) if other != index]
         return sum(other.num_queued for other in others), sum(other.num_queued_tokens for other in others)
+
+    def newest_log_level(self) -> tuple[int, int]:
+        """(when, level) of what a front end was told last; zeros before that."""
+        records = map(self.read_front_end, range(self.num_front_ends))
+        return max((record.log_level_ns, record.log_level) for record in records)
 
     # ------------------------------------------------------------------ supervisor
 

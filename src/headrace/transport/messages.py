@@ -69,6 +69,7 @@ class Control(msgspec.Struct, frozen=True, kw_only=True, tag="control"):
     call_id: int
     operation: str
     arguments: dict[str, Any] = {}
+    trace_parent: str | None = None
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
@@ -164,6 +165,8 @@ class AbortDone(msgspec.Struct, frozen=True, tag="abort_done"):
 
 
 class ControlDone(msgspec.Struct, frozen=True, tag="control_done"):
+    """`result` is the operation object, beside the `error` of one that failed too; none if nothing was begun."""
+
     call_id: int
     result: dict[str, Any] | None = None
     error: ErrorInfo | None = None

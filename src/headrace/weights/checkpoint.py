@@ -51,6 +51,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, "gguf", file.architecture, file.metadata, {}, file.tensors)
 
 
+def fingerprint(path: Path) -> str:
+    """What changes when somebody writes to a checkpoint's files: their names, sizes and times."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    marks = [(file.name, file.stat()) for file in files if file.exists()]
+    return " ".join(f"{name}:{status.st_size}:{status.st_mtime_ns}" for name, status in marks)
+
+
 def _open_folder(folder: Path) -> Checkpoint:
     config_path = folder / "config.json"
     if not config_path.exists():

@@ -174,7 +174,9 @@ def has_only_finite(data: np.ndarray, kind: TensorKind) -> bool:
     if kind in _SCALES:
         data, kind = np.ascontiguousarray(data.reshape(-1, kind.block_bytes)[:, _SCALES[kind]]), TensorKind.F16
     dtype, exponent = _EXPONENTS[kind]
-    bits, mask, room = data.reshape(-1).view(dtype), dtype(exponent), np.empty(CHUNK_ELEMENTS, dtype)
+    bits: np.ndarray = data.reshape(-1).view(dtype)
+    room: np.ndarray = np.empty(CHUNK_ELEMENTS, dtype)
+    mask: np.ndarray = np.array(exponent, dtype)
     for start in range(0, bits.shape[0], CHUNK_ELEMENTS):
         chunk = bits[start : start + CHUNK_ELEMENTS]
         if np.bitwise_and(chunk, mask, out=room[: chunk.shape[0]]).max() == mask:

@@ -34,7 +34,8 @@ def sample(option: Option) -> tuple[list[str], Any]:
     if option.kind is bool:
         return [("--no-" if option.default else "--") + option.flag.removeprefix("--")], not option.default
     if option.choices:
-        return [option.flag, option.choices[-1]], option.choices[-1]
+        choice = option.choices[-1]
+        return [option.flag, choice], (choice,) if option.is_repeatable else choice
     if option.metavar == "SIZE":
         return [option.flag, "3MiB"], "3MiB"
     if option.kind is str:

@@ -201,19 +201,3 @@ def test_norm_of_a_bad_row_is_bad(rng: np.random.Generator, bad: float) -> None:
     y = native(x, lambda ops, x, w: ops.rms_norm(x, w, 1e-6), weight)
     assert np.isnan(y[1, 35])
     assert y[[0, 2]].tobytes() == good[[0, 2]].tobytes()
-
-
-@pytest.mark.parametrize("width", [*WIDTHS, 1000])
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_best_tokens(rng: np.random.Generator, width: int, num_threads: int) -> None:
-    """The first of the largest, as argmax has it; rows that hold something else than numbers are named."""
-    logits = rng.integers(-3, 4, (40, width)).astype(np.float32)  # many are equal
-    logits[1] = -1e30
-    bad = {3: np.nan, 17: np.inf, 39: -np.inf}
-    for row, value in bad.items():
-        logits[row, rng.integers(width)] = value
-    ids, is_finite = NativeBackend(num_threads).best_tokens(logits)
-    good = [row for row in range(40) if row not in bad]
-    np.testing.assert_array_equal(ids[good], logits[good].argmax(axis=1))
-    np.testing.assert_array_equal(is_finite, [row not in bad for row in range(40)])
-    assert ((ids >= 0) & (ids < width)).all()

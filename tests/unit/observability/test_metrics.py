@@ -1,15 +1,12 @@
-"""What a scrape shows: names, labels, sums; and log lines that nothing can break."""
+"""What a scrape shows: names, labels, sums, other servers' names for them."""
 
 from __future__ import annotations
-
-import logging
-from collections.abc import Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.client.base import EngineStatus
-from headrace.observability.logs import LineFormatter, configure_logging, event, plain
+from headrace.observability.aliases import ALIASES
 from headrace.observability.prometheus import COUNTERS, HISTOGRAMS, Buckets, Metrics
 
 STATUS = EngineStatus(
@@ -89,34 +86,51 @@ def test_reasons_are_labels() -> None:
     assert ("headrace:aborts_total", (*labels, ("reason", "control"))) not in values
 
 
-@pytest.fixture
-def root_logger() -> Iterator[logging.Logger]:
-    root = logging.getLogger()
-    before = (root.handlers[:], root.level)
-    yield root
-    root.handlers[:], level = before
-    root.setLevel(level)
+def test_steps_and_refreshes() -> None:
+    status = EngineStatus(
+        is_ready=True,
+        num_step_tokens=70,
+        steps_by_tokens=(3, 0, 0, 0, 2, *[0] * 9),
+        refreshes=(0, 0, 2, 0, 1, 0),
+        refresh_us=(0, 0, 2_500_000, 0, 40, 0),
+        weights_state="updating",
+    )
+    values = samples(Metrics("m", lambda: status))
+    model = ("model_name", "m")
+    steps = [
+        values["headrace:iteration_tokens_total_bucket", (("le", le), model)] for le in ("1.0", "32.0", "64.0", "+Inf")
+    ]
+    assert steps == [3, 3, 5, 5]
+    assert values["headrace:iteration_tokens_total_sum", (model,)] == 70
+    assert values["headrace:weight_refresh_seconds_count", (model, ("source", "file"))] == 2
+    assert values["headrace:weight_refresh_seconds_sum", (model, ("source", "file"))] == 2.5
+    states = {
+        dict(labels)["state"]: value for (name, labels), value in values.items() if name == "headrace:weights_state"
+    }
+    assert states == {"ready": 0, "asleep": 0, "updating": 1, "poisoned": 0}
 
 
-def test_an_event_is_one_line_of_fields(root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging("info", "front-end-0")
-    logger = logging.getLogger("headrace.test")
-    event(logger, logging.INFO, "done", id="cmpl-1", seconds=0.123456789, nothing=None, path='/a "b"\nforged=1')
-    event(logger, logging.DEBUG, "unseen")
-    (line,) = capsys.readouterr().err.splitlines()
-    assert " INFO front-end-0 headrace.test done id=cmpl-1 seconds=0.123457 path=" in line
-    assert "nothing" not in line
+@pytest.mark.parametrize("server", ALIASES)
+def test_an_alias_is_the_same_series(server: str) -> None:
+    metrics = Metrics("m", lambda: STATUS, aliases=(server, server))
+    metrics.observe("time_to_first_token_seconds", 0.02)
+    values = samples(metrics)
+    for alias in ALIASES[server]:
+        ours, theirs = (
+            {
+                (name.removeprefix(prefix), labels): value
+                for (name, labels), value in values.items()
+                if name.startswith(prefix)
+            }
+            for prefix in (f"headrace:{alias.of}", f"{server}:{alias.name}")
+        )
+        assert theirs
+        assert theirs == ours or alias.only
 
 
-@pytest.mark.parametrize("value", ["a\nb", "a\r\nb", "\x1b[31m", "a b", "\u202e", "x" * 10_000, "=", '"', ""])
-def test_no_value_breaks_a_line(value: str) -> None:
-    text = plain(value)
-    assert text.isprintable()
-    assert text.isascii()
-    assert len(text) < 1000
-    assert text.startswith('"') or " " not in text
-
-
-def test_a_message_with_line_breaks_stays_on_one_line() -> None:
-    record = logging.LogRecord("n", logging.INFO, "", 0, "a\nb", (), None)
-    assert len(LineFormatter("c").format(record).splitlines()) == 1
+def test_fastdeploy_counts_successes_alone() -> None:
+    metrics = Metrics("m", lambda: STATUS, aliases=("fastdeploy",))
+    for reason in ("stop", "stop", "length", "abort", "error"):
+        metrics.count_finished(reason)
+    assert samples(metrics)["fastdeploy:request_success_total", (("front_end", "0"), ("model_name", "m"))] == 3
+    assert "vllm:" not in metrics.render().decode()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.kernels.ops import KVSpec, StepInputs
+from headrace.kernels.ops import KVSpec, StepInputs, StepOutputs
 from headrace.runner import ModelRunner
 from headrace.transport.plan import NewSequence, StepPlan, StepResult
 from headrace.types import LogprobRows, SamplingParams
@@ -37,6 +37,7 @@ class HistoryBackend:
     """A `Backend` whose KV memory holds token ids."""
 
     name = "history"
+    draw = None
 
     def kv_bytes_per_token(self, spec: KVSpec) -> int:
         return spec.num_vectors_per_token() * spec.head_dim * 4
@@ -49,17 +50,15 @@ class HistoryBackend:
         self._block_size = block_size
         self._memory = np.full(num_blocks * block_size, -1, np.int32)
 
-    def run(self, model: Any, inputs: StepInputs) -> np.ndarray:
+    def run(self, model: Any, inputs: StepInputs) -> StepOutputs:
         self.num_runs += 1
         self.max_logit_rows = max(self.max_logit_rows, inputs.logit_rows_R.shape[0])
         assert np.unique(inputs.kv_slots_T).shape == inputs.kv_slots_T.shape, "two tokens in one place"
         self._memory[inputs.kv_slots_T] = inputs.token_ids_T
         owner = np.searchsorted(inputs.query_starts, inputs.logit_rows_R, side="right") - 1
         rows = [self._history(inputs, int(s), int(t)) for s, t in zip(owner, inputs.logit_rows_R, strict=True)]
-        return np.array([history_logits(row) for row in rows], np.float32).reshape(-1, VOCAB_SIZE)
-
-    def best_tokens(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return logits.argmax(axis=1), np.isfinite(logits).all(axis=1)
+        logits = np.array([history_logits(row) for row in rows], np.float32).reshape(-1, VOCAB_SIZE)
+        return StepOutputs(logits, logits.argmax(axis=1), np.isfinite(logits).all(axis=1))
 
     def _history(self, inputs: StepInputs, sequence: int, row: int) -> np.ndarray:
         position = int(inputs.positions_T[row])

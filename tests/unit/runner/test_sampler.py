@@ -20,7 +20,8 @@ SLACK = 2e-5  # of a float32 softmax against a float64 one
 
 
 def choose(logits: np.ndarray, rows: SamplingRows) -> tuple[np.ndarray, dict[int, str]]:
-    token_ids, errors = sample(logits, rows, logits.argmax(axis=1).tolist(), np.isfinite(logits).all(axis=1).tolist())
+    best, finite = logits.argmax(axis=1).tolist(), np.isfinite(logits).all(axis=1).tolist()
+    token_ids, errors = sample(logits, rows, best, finite, sampler.draw)
     return np.array(token_ids), errors
 
 

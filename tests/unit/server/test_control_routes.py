@@ -289,7 +289,7 @@ async def test_every_route_is_for_admins(make: Make) -> None:
     front_end = make(host="192.0.2.7")
     schema = front_end.app.openapi()["paths"]
     paths = {path: item for path, item in schema.items() if path.startswith("/v1/control/")}
-    assert len(paths) == len(OPERATIONS) + len(WITH_WEIGHTS) + 5
+    assert len(paths) == len(OPERATIONS) + len(WITH_WEIGHTS) + 6
     for path, item in paths.items():
         for method in item:
             response = await front_end.http.request(method, path.replace("{operation_id}", "op-1"))

@@ -27,7 +27,7 @@ JOINED = {
     ("path", "body", "expected"),
     [
         ("/pause_generation", None, ("pause", {"mode": "abort"})),
-        ("/pause_generation", {"mode": "retract"}, ("pause", {"mode": "keep", "clear_cache": True})),
+        ("/pause_generation", {"mode": "retract"}, ("pause", {"mode": "keep", "recompute": True})),
         ("/pause_generation", {"mode": "in_place", "other": 1}, ("pause", {"mode": "keep"})),
         ("/continue_generation", {}, ("resume", {})),
         ("/continue_generation", None, ("resume", {})),
@@ -185,6 +185,7 @@ async def test_a_conflict_leaves_the_refresh_alone() -> None:
 
 
 async def test_what_needs_an_idle_server() -> None:
+    """R16."""
     busy = dialect_front_end(num_running=2)
     for path in ("/flush_cache", "/release_memory_occupation"):
         response = await busy.http.post(path)

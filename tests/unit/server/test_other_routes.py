@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from headrace.client.base import Delta, EngineStatus
+from headrace.client.status import lifecycle_reasons
 from headrace.errors import DeadlineExceeded, QueueFull
 from headrace.server.routes.health import PROBE_TIMEOUT_S
 from headrace.testing.front_end import FakeClient, FrontEnd
-from headrace.transport.messages import Submit
+from headrace.transport.messages import Lifecycle, Submit
 from headrace.types import FinishReason
 
 Make = Callable[..., FrontEnd]
@@ -80,6 +81,7 @@ async def test_ready(front_end: FrontEnd) -> None:
     ],
 )
 async def test_not_ready_says_why(make: Make, status: EngineStatus, reasons: list[str]) -> None:
+    """H1, H7."""
     front_end = make(client=FakeClient(engine_status=status))
     for path in READY:
         response = await front_end.http.get(path)
@@ -97,11 +99,22 @@ async def test_draining_is_not_ready(front_end: FrontEnd) -> None:
 
 
 async def test_health_generate_sends_one_token_through_the_queue(front_end: FrontEnd) -> None:
+    """H8."""
     await front_end.http.get("/health_generate")
     submit = front_end.submit
     assert (submit.params.max_tokens, submit.timeout_s) == (1, PROBE_TIMEOUT_S)
     assert PROBE_TIMEOUT_S < 5
     assert submit.priority < -(2**31) + 1
+
+
+@pytest.mark.parametrize("state", ["asleep", "updating", "poisoned"])
+async def test_probes_without_weights_say_so_at_once(make: Make, state: str) -> None:
+    """H9: a monitor that gives up after 5 s gets a reason, and no request waits for a trainer."""
+    reasons = lifecycle_reasons(Lifecycle(state=state))
+    front_end = make(client=FakeClient(engine_status=EngineStatus(is_ready=False, reasons=reasons)))
+    response = await front_end.http.get("/health_generate")
+    assert (response.status_code, response.json()["reasons"]) == (503, list(reasons))
+    assert not front_end.client.streams
 
 
 async def test_health_generate_tells_what_the_engine_says(make: Make) -> None:

@@ -164,6 +164,7 @@ async def test_a_bad_request_id_is_refused_and_not_echoed(front_end: FrontEnd, v
 
 
 async def test_request_ids_are_kept_for_reply_and_abort(front_end: FrontEnd) -> None:
+    """A10."""
     response = await front_end.complete()
     own = response.headers[REQUEST_ID]
     assert len(own) == 32

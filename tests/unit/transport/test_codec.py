@@ -85,7 +85,9 @@ TO_ENGINE: dict[str, ToEngine] = {
     ),
     "abort_all": Abort(call_id=1),
     "abort_some": Abort(call_id=2, request_ids=(RequestId(1),), names=("x",), choice=1, reason="disconnect"),
-    "control": Control(call_id=3, operation="reset_prefix_cache", arguments={"deep": [1, "two", None]}),
+    "control": Control(
+        call_id=3, operation="reset_prefix_cache", arguments={"deep": [1, "two", None]}, trace_parent="00-ab-cd-01"
+    ),
     "goodbye": Goodbye(),
 }
 FROM_ENGINE: dict[str, FromEngine] = {

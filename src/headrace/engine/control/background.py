@@ -22,6 +22,11 @@ class Background(Generic[T]):
         self._is_done = threading.Event()
         self._thread.start()
 
+    @property
+    def error(self) -> BaseException | None:
+        """What the work itself has raised."""
+        return self._error
+
     def wait(self) -> Generator[None, None, T]:
         """For an operation: `result = yield from background.wait()`. Raises what the work raised."""
         while not self._is_done.is_set():

@@ -63,9 +63,9 @@ def compare(state: EngineState, arguments: CompareArguments) -> Steps[dict[str, 
 def get_weight(state: EngineState, arguments: WeightArguments) -> Steps[dict[str, Any]]:
     """The first values of a tensor, flat."""
     _need_weights(state)
-    if not 0 <= arguments.max_values <= MAX_VALUES:
+    if not 1 <= arguments.max_values <= MAX_VALUES:
         raise InvalidRequest(
-            f"max_values must be from 0 to {MAX_VALUES}, got {arguments.max_values}.", param="max_values"
+            f"max_values must be from 1 to {MAX_VALUES}, got {arguments.max_values}.", param="max_values"
         )
     values = yield from state.background(lambda: state.executor.read_weight(arguments.name))
     return {

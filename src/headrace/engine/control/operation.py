@@ -8,7 +8,13 @@ from typing import Any
 
 import msgspec
 
-from headrace.errors import ErrorInfo
+from headrace.errors import ErrorInfo, RequestError
+
+
+class Cancelled(RequestError):
+    """Somebody cancelled the operation."""
+
+    status, type, default_code = 409, "conflict_error", "cancelled"
 
 
 class Operation(msgspec.Struct, kw_only=True):
@@ -21,6 +27,8 @@ class Operation(msgspec.Struct, kw_only=True):
     result: list[dict[str, Any]] = msgspec.field(default_factory=list)  # per rank
     started: float = msgspec.field(default_factory=time.time)
     ended: float | None = None
+    deadline: float | None = None
+    trace_id: str | None = None  # of the trace that asked for it
 
     @property
     def is_running(self) -> bool:
@@ -48,4 +56,6 @@ class Operation(msgspec.Struct, kw_only=True):
             "result": self.result,
             "started": self.started,
             "ended": self.ended,
+            "deadline": self.deadline,
+            "trace_id": self.trace_id,
         }

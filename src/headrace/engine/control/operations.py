@@ -11,6 +11,7 @@ import msgspec
 from headrace.engine.control import groups, inspect, refresh
 from headrace.engine.control.state import TAGS, EngineState, PauseMode, Steps, Tag, resident_bytes
 from headrace.errors import Conflict
+from headrace.weights.checkpoint import fingerprint
 
 Result = dict[str, Any]
 Run = Callable[[EngineState, Any], Generator[None, None, Result] | Result]
@@ -22,7 +23,8 @@ class Arguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class PauseArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode: PauseMode = "abort"
-    clear_cache: bool = False
+    clear_cache: bool = False  # forget cached prefixes
+    recompute: bool = False  # what is frozen gives its KV up and computes it again later
     timeout_s: float | None = None
 
 
@@ -40,7 +42,9 @@ def pause(state: EngineState, arguments: PauseArguments) -> Steps[Result]:
     """abort ends what is alive with what it has, wait lets it end, keep freezes it. Requests that come are held."""
     num_aborted = yield from state.settle(arguments.mode)
     state.change(pause_mode=arguments.mode)
-    if arguments.clear_cache:
+    if arguments.recompute:
+        state.core.drop_kv()
+    elif arguments.clear_cache:
         state.core.reset_prefix_cache()
     return {"aborted": num_aborted}
 
@@ -83,13 +87,16 @@ def wake(state: EngineState, arguments: WakeArguments) -> Steps[Result]:
         if state.refresh is not None:
             raise Conflict("A refresh is open: its commit wakes the weights.", code="refresh_open")
         yield from _wake_weights(state)
-    return {"tags": tags}
+    return {"tags": tags, "state": state.lifecycle.state, "reason": state.lifecycle.reason}
 
 
 def _wake_weights(state: EngineState) -> Steps[None]:
     path, asleep = state.path, tuple(tag for tag in state.lifecycle.asleep if tag != "weights")
     if path is None:
         state.poison("the weights were given back in sleep, and did not come from a file", asleep=asleep)
+        return
+    if fingerprint(path) != state.mark:
+        state.poison(f"the files of {path} have changed since they were read", asleep=asleep)
         return
     stage = state.executor.open_stage(is_delta=False)
 
@@ -112,6 +119,7 @@ def reset_prefix_cache(state: EngineState, arguments: Arguments) -> Result:
 class Entry:
     arguments: type[msgspec.Struct]
     run: Run
+    grace_s: float = 0.0  # beyond timeout_s, for one that keeps that time itself and says more when it is over
 
 
 OPERATIONS: Mapping[str, Entry] = {
@@ -128,7 +136,7 @@ OPERATIONS: Mapping[str, Entry] = {
     "checksum": Entry(inspect.ChecksumArguments, inspect.checksum),
     "compare": Entry(inspect.CompareArguments, inspect.compare),
     "get_weight": Entry(inspect.WeightArguments, inspect.get_weight),
-    "join_group": Entry(groups.JoinArguments, groups.join_group),
+    "join_group": Entry(groups.JoinArguments, groups.join_group, grace_s=10.0),
     "leave_group": Entry(groups.LeaveArguments, groups.leave_group),
     "reset_prefix_cache": Entry(Arguments, reset_prefix_cache),
 }

@@ -16,11 +16,12 @@ from typing import Any
 
 import msgspec
 
-from headrace.engine.control.operation import Operation
+from headrace.engine.control.operation import Cancelled, Operation
 from headrace.engine.control.operations import OPERATIONS, Run
 from headrace.engine.control.sources import discard
 from headrace.engine.control.state import EngineState
 from headrace.errors import Conflict, DeadlineExceeded, InternalError, InvalidRequest, NotFound, RequestError
+from headrace.observability.tracing import trace_id_of
 from headrace.transport.messages import Control, ControlDone
 
 logger = logging.getLogger(__name__)
@@ -28,12 +29,6 @@ logger = logging.getLogger(__name__)
 MAX_KEPT = 100
 DEFAULT_TIMEOUT_S = 600.0
 QUERIES = ("status", "operations", "cancel")
-
-
-class Cancelled(RequestError):
-    """Somebody cancelled the operation."""
-
-    status, type, default_code = 409, "conflict_error", "cancelled"
 
 
 class _Running:
@@ -80,7 +75,7 @@ class ControlPlane:
                 self._emit(client, ControlDone(message.call_id, result=self._query(message.operation, arguments)))
                 return
             wait = arguments.pop("wait", True)
-            running = self._start(message.operation, arguments)
+            running = self._start(message.operation, arguments, message.trace_parent)
             if wait:
                 running.waiters.append((client, message.call_id))
             else:
@@ -92,9 +87,9 @@ class ControlPlane:
 
     def advance(self) -> None:
         """Lets the running operation go on as far as it can. Called at least once between two steps."""
-        self._state.expire(self._clock())
         running = self._running
         if running is None:
+            self._state.expire(self._clock())  # not while one runs: it may be the sender's
             return
         try:
             if self._clock() >= running.deadline_s:
@@ -115,7 +110,7 @@ class ControlPlane:
 
     # --------------------------------------------------------------------------------------------------------- starting
 
-    def _start(self, kind: str, arguments: dict[str, Any]) -> _Running:
+    def _start(self, kind: str, arguments: dict[str, Any], trace_parent: str | None) -> _Running:
         entry = OPERATIONS.get(kind)
         if entry is None:
             raise NotFound(
@@ -124,15 +119,17 @@ class ControlPlane:
             )
         if self._running is not None:
             other = self._running.operation
+            age_s = time.time() - other.started
             raise Conflict(
-                f"{kind} has to wait: {other.kind} ({other.id}) is running since {time.time() - other.started:.1f} s.",
+                f"{kind} has to wait: {other.kind} ({other.id}) has been running for {age_s:.1f} s.",
                 code="operation_running",
             )
         parsed = _parse(kind, arguments, entry.arguments)
         timeout_s = getattr(parsed, "timeout_s", None)
-        operation = Operation(kind=kind)
-        deadline_s = self._clock() + (DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
-        self._running = _Running(operation, parsed, _as_steps(entry.run, self._state, parsed), deadline_s)
+        timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+        operation = Operation(kind=kind, deadline=time.time() + timeout_s, trace_id=trace_id_of(trace_parent))
+        steps = _as_steps(entry.run, self._state, parsed)
+        self._running = _Running(operation, parsed, steps, self._clock() + timeout_s + entry.grace_s)
         self._kept.append(operation)
         logger.info("control: %s (%s)", kind, operation.id)
         return self._running
@@ -152,12 +149,7 @@ class ControlPlane:
         logger.info("control: %s (%s) %s after %.3f s%s", operation.kind, operation.id, state, duration_s,
                     f": {error.message}" if error else "")  # fmt: skip
         for client, call_id in running.waiters:
-            done = (
-                ControlDone(call_id, result=operation.as_object())
-                if error is None
-                else ControlDone(call_id, error=error.info())
-            )
-            self._emit(client, done)
+            self._emit(client, ControlDone(call_id, operation.as_object(), None if error is None else error.info()))
 
     # ---------------------------------------------------------------------------------------------------------- queries
 

@@ -7,7 +7,11 @@ A commit falls between two steps: weights, version and the epoch of the KV keys 
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +20,7 @@ import msgspec
 from headrace.engine.control.sources import Source, check, read_into
 from headrace.engine.control.state import EngineState, OpenRefresh, PauseMode, Steps
 from headrace.engine.sizing import available_memory
-from headrace.errors import Conflict, DeadlineExceeded, InvalidRequest, RequestError
+from headrace.errors import Conflict, InvalidRequest, RequestError
 
 Result = dict[str, Any]
 Staged = Literal["auto", "always", "never"]
@@ -29,7 +33,7 @@ class BeginArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     staged: Staged = "auto"
     delta: bool = False
     mode: PauseMode = "keep"  # in place: what becomes of the requests that run
-    timeout_s: float | None = None  # of silence between two calls
+    silence_s: float | None = None  # between two calls of its sender
 
 
 class ApplyArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,8 +68,8 @@ def begin_refresh(state: EngineState, arguments: BeginArguments) -> Steps[Result
     if state.refresh is not None:
         raise Conflict("A refresh is open already: commit or abort it first.", code="refresh_open")
     is_staged = _decide(state, arguments)
-    if arguments.timeout_s is not None and arguments.timeout_s <= 0:
-        raise InvalidRequest(f"timeout_s must be above 0, got {arguments.timeout_s:g}.", param="timeout_s")
+    if arguments.silence_s is not None and arguments.silence_s <= 0:
+        raise InvalidRequest(f"silence_s must be above 0, got {arguments.silence_s:g}.", param="silence_s")
     if not is_staged:
         yield from state.settle(arguments.mode)
         state.executor.drop_weights()
@@ -76,8 +80,9 @@ def begin_refresh(state: EngineState, arguments: BeginArguments) -> Steps[Result
         is_staged=is_staged,
         is_delta=arguments.delta,
         started=time.time(),
+        began_s=state.clock(),
         last_heard_s=state.clock(),
-        timeout_s=arguments.timeout_s or state.config.refresh_timeout,
+        silence_s=arguments.silence_s or state.config.refresh_timeout,
     )
     return {"staged": is_staged}
 
@@ -101,16 +106,12 @@ def apply_refresh(state: EngineState, arguments: ApplyArguments) -> Steps[Result
     refresh = _open(state)
     before = refresh.stage.num_tensors, refresh.stage.num_bytes
     started_s = state.clock()
-    try:
-        yield from state.background(lambda: read_into(refresh.stage, arguments.source, arguments.checksums, state))
-    except DeadlineExceeded:
-        # Its thread may still write to the stage, which nobody else may use from here on.
-        state.drop_refresh("a source was not read in time")
-        raise
-    finally:
-        refresh.last_heard_s = state.clock()
+    with _in_use(state, refresh):
+        work = partial(read_into, refresh.stage, arguments.source, arguments.checksums, state)
+        yield from state.on_stage(work)
     refresh.apply_s += state.clock() - started_s
     refresh.sources += 1
+    refresh.kinds.add(arguments.source.kind)
     path = arguments.source.path
     is_whole = path is not None and refresh.sources == 1 and not refresh.is_delta
     refresh.path = Path(path) if path is not None and is_whole else None
@@ -121,14 +122,10 @@ def apply_refresh(state: EngineState, arguments: ApplyArguments) -> Steps[Result
 def commit_refresh(state: EngineState, arguments: CommitArguments) -> Steps[Result]:
     refresh = _open(state)
     stage, started_s = refresh.stage, state.clock()
-    refresh.timeout_s = float("inf")  # its sender has nothing more to say
-    try:
-        yield from state.background(lambda: state.executor.finish(stage))
+    with _in_use(state, refresh):
+        yield from state.on_stage(partial(state.executor.finish, stage))
         finish_s = state.clock() - started_s
         yield from state.settle(arguments.mode)
-    except RequestError:
-        refresh.timeout_s, refresh.last_heard_s = state.config.refresh_timeout, state.clock()
-        raise
     stall_s = _swap(state, refresh, arguments)
     return {
         "num_tensors": stage.num_tensors,
@@ -147,12 +144,14 @@ def _swap(state: EngineState, refresh: OpenRefresh, arguments: CommitArguments) 
     started_s = state.clock()
     state.executor.swap(refresh.stage)
     state.refresh = None
-    state.path = refresh.path
+    state.remember(refresh.path)
     version = arguments.version if arguments.version is not None else str(state.lifecycle.epoch + 1)
     state.core.adopt_weights(version, keep_kv=arguments.kv == "keep")
     asleep = tuple(tag for tag in state.lifecycle.asleep if tag != "weights")
     state.change(state="asleep" if asleep else "ready", reason=None, asleep=asleep)
-    return state.clock() - started_s
+    now_s = state.clock()
+    state.core.counts.count_refresh(refresh.kinds, now_s - refresh.began_s)
+    return now_s - started_s
 
 
 def abort_refresh(state: EngineState, arguments: msgspec.Struct) -> Result:
@@ -163,13 +162,19 @@ def abort_refresh(state: EngineState, arguments: msgspec.Struct) -> Result:
 def refresh_weights(state: EngineState, arguments: RefreshArguments) -> Steps[Result]:
     """All three in one; whatever fails aborts it."""
     begin = BeginArguments(arguments.staged, arguments.delta, arguments.mode)
-    if state.refresh is None and not _decide(state, begin):
-        check(arguments.source)  # before weights that serve have to go
+    if state.refresh is None and not _decide(state, begin):  # weights that serve may have to go: look twice
+        probe = state.executor.open_stage(is_delta=False)
+        yield from state.background(partial(check, probe, arguments.source, state))
     yield from begin_refresh(state, begin)
     try:
         yield from apply_refresh(state, ApplyArguments(arguments.source, arguments.checksums))
         commit = CommitArguments(arguments.version, arguments.mode, arguments.kv)
         return (yield from commit_refresh(state, commit))
+    except RequestError as error:
+        state.drop_refresh(f"a refresh failed: {error}")
+        if state.lifecycle.state == "poisoned":
+            error.message += " The old weights had gone already: the engine is poisoned until a refresh succeeds."
+        raise
     except BaseException as error:
         state.drop_refresh(f"a refresh failed: {error}")
         raise
@@ -179,6 +184,16 @@ def set_version(state: EngineState, arguments: VersionArguments) -> Result:
     """Another label for the weights in use."""
     state.change(version=arguments.version)
     return {"version": arguments.version}
+
+
+@contextmanager
+def _in_use(state: EngineState, refresh: OpenRefresh) -> Iterator[None]:
+    """Its sender is not silent while an operation works on it, however long that takes."""
+    refresh.last_heard_s = math.inf
+    try:
+        yield
+    finally:
+        refresh.last_heard_s = state.clock()
 
 
 def _open(state: EngineState) -> OpenRefresh:

@@ -15,7 +15,6 @@ import numpy as np
 
 from headrace.errors import CheckpointError, InvalidRequest, NotFound, PermissionDenied
 from headrace.executor.base import Stage
-from headrace.weights.checkpoint import open_checkpoint
 from headrace.weights.incoming import (
     Manifest,
     parse_dtype,
@@ -26,7 +25,7 @@ from headrace.weights.incoming import (
     read_shared_memory,
     tensor_checksum,
 )
-from headrace.weights.incoming.process_group import PACKED_BUFFER_BYTES
+from headrace.weights.incoming.process_group import PACKED_BUFFER_BYTES, TransferGroup
 from headrace.weights.tensor import CheckpointTensor, map_file
 
 if TYPE_CHECKING:
@@ -89,16 +88,14 @@ def read_into(stage: Stage, source: Source, checksums: Mapping[str, str] | None,
         raise InvalidRequest(str(error), param="source") from error
 
 
-def check(source: Source) -> None:
-    """Raises InvalidRequest for a source that cannot be read, as far as a look at it tells."""
+def check(probe: Stage, source: Source, state: EngineState) -> None:
+    """Raises for a source whose tensors could not all be taken, as far as that can be seen before they are."""
     if source.kind == "path":
-        path = Path(_needed(source, "path"))
-        try:
-            open_checkpoint(path)
-        except CheckpointError as error:
-            raise InvalidRequest(str(error), param="source.path") from error
-    elif source.kind == "shared_memory":
-        read_shared_memory(_needed(source, "segment"), source.manifest)
+        probe.check_path(Path(_needed(source, "path")))
+    elif source.kind == "group":
+        _group(source, state)
+    elif source.format != "sparse":
+        probe.check(_read(source, state))
 
 
 def discard(source: Source | None) -> None:
@@ -122,9 +119,7 @@ def _read(source: Source, state: EngineState) -> dict[str, CheckpointTensor]:
     if source.kind == "shared_memory":
         return read_shared_memory(_needed(source, "segment"), source.manifest)
     if source.kind == "group":
-        group = state.groups.get(source.group_name)
-        if group is None:
-            raise NotFound(f"There is no group {source.group_name[:80]!r}: join_group comes first.", param="group_name")
+        group = _group(source, state)
         sender, buffer_bytes = source.src % group.world_size, source.packed_buffer_bytes
         return group.receive(source.manifest, source.load_format, sender, packed_buffer_bytes=buffer_bytes)
     buffer = map_file(Path(_needed(source, "file")))
@@ -139,6 +134,13 @@ def _read(source: Source, state: EngineState) -> dict[str, CheckpointTensor]:
             )
         return read_pickled_tensors(buffer, load_format=source.load_format)
     raise InvalidRequest("source.format must be safetensors, raw, pickle or sparse.", param="source.format")
+
+
+def _group(source: Source, state: EngineState) -> TransferGroup:
+    group = state.groups.get(source.group_name)
+    if group is None:
+        raise NotFound(f"There is no group {source.group_name[:80]!r}: join_group comes first.", param="group_name")
+    return group
 
 
 def _add_sparse(stage: Stage, source: Source, checksums: Mapping[str, str] | None) -> None:

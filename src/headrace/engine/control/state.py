@@ -22,9 +22,10 @@ import psutil
 from headrace.config.options import ControlConfig
 from headrace.engine.control.background import Background, T
 from headrace.engine.core import EngineCore
-from headrace.errors import DeadlineExceeded
+from headrace.errors import Conflict, DeadlineExceeded
 from headrace.executor.base import Executor, Stage
 from headrace.transport.messages import Lifecycle
+from headrace.weights.checkpoint import fingerprint
 from headrace.weights.incoming.process_group import TransferGroup
 
 logger = logging.getLogger(__name__)
@@ -44,11 +45,13 @@ class OpenRefresh:
     is_staged: bool  # the old weights serve on
     is_delta: bool
     started: float  # unix time
-    last_heard_s: float
-    timeout_s: float
+    last_heard_s: float  # infinity while an operation works on it
+    silence_s: float
     apply_s: float = 0.0  # reading and packing
     path: Path | None = None  # where all of it came from, if from one place on disk
     sources: int = 0
+    kinds: set[str] = field(default_factory=set)  # of the sources
+    began_s: float = 0.0  # on the engine's clock
 
 
 @dataclass
@@ -61,7 +64,16 @@ class EngineState:
     wake: Callable[[], None]
     clock: Callable[[], float] = time.monotonic
     refresh: OpenRefresh | None = None
+    mark: str = ""  # of the files at `path`, when they were read
     groups: dict[str, TransferGroup] = field(default_factory=dict)  # by name
+
+    def __post_init__(self) -> None:
+        self.remember(self.path)
+
+    def remember(self, path: Path | None) -> None:
+        """The weights in use were read from here; None: from nowhere that can be read again."""
+        self.path = path
+        self.mark = "" if path is None else fingerprint(path)
 
     @property
     def executor(self) -> Executor:
@@ -80,20 +92,37 @@ class EngineState:
         self.core.change_lifecycle(**changes)
 
     def background(self, work: Callable[[], T]) -> Steps[T]:
+        """Slow work that nobody else can see, in a thread beside the steps."""
         return Background(work, self.wake).wait()
+
+    def on_stage(self, work: Callable[[], T]) -> Steps[T]:
+        """Work on the open refresh. If the operation is broken off, the refresh goes: its thread may still write, or
+        has just written what the sender is told has failed."""
+        task = Background(work, self.wake)
+        try:
+            return (yield from task.wait())
+        except BaseException as error:
+            if error is not task.error:
+                for group in self.groups.values():
+                    group.abort_if_busy()  # else its thread would sit in it until its own time is over
+                self.drop_refresh(f"a refresh was given up while it was read: {error}")
+            raise
 
     # ------------------------------------------------------------------------------------------------- pausing requests
 
     def settle(self, mode: PauseMode) -> Steps[int]:
         """From here on new requests are held; then those that are alive are ended, awaited or left as they are.
 
-        Returns how many were ended. If they do not end in time, the deadline names them and everything goes on.
+        Returns how many were ended. If they do not end in time, the deadline names them and everything goes on. Those
+        that are frozen never end, so nobody waits for them.
         """
         self.core.hold()
         if mode == "abort":
             return self.core.abort_all("control")
         try:
             while mode == "wait" and self.core.num_active:
+                if not self.lifecycle.is_serving:
+                    raise Conflict(f"{self.core.num_active} choices are frozen and cannot end: abort or keep them.")
                 yield
         except DeadlineExceeded as error:
             names = ", ".join(self.core.active_names(_MAX_SHOWN))
@@ -110,9 +139,9 @@ class EngineState:
     def expire(self, now_s: float) -> None:
         """Ends a refresh whose sender has gone silent."""
         refresh = self.refresh
-        if refresh is not None and now_s - refresh.last_heard_s > refresh.timeout_s:
-            logger.error("the refresh was aborted: nothing was heard of it for %.0f s", refresh.timeout_s)
-            self.drop_refresh(f"a refresh was given up after {refresh.timeout_s:g} s without a word from its sender")
+        if refresh is not None and now_s - refresh.last_heard_s > refresh.silence_s:
+            logger.error("the refresh was aborted: nothing was heard of it for %.0f s", refresh.silence_s)
+            self.drop_refresh(f"a refresh was given up after {refresh.silence_s:g} s without a word from its sender")
 
     def drop_refresh(self, reason: str) -> None:
         """Ends the open refresh without its weights. Staged: the old ones serve on. In place: there are none."""

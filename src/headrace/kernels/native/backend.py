@@ -16,14 +16,21 @@ from headrace.errors import ConfigError
 from headrace.kernels.native import _native
 from headrace.kernels.native.packer import NativePacker
 from headrace.kernels.native.recorder import StackedWeight, record
-from headrace.kernels.ops import Formats, KVSpec, Model, StepInputs
+from headrace.kernels.ops import Draw, Formats, KVSpec, Model, StepInputs, StepOutputs
 
-KEPT_LOGIT_ROWS = 128
+KEPT_ROWS = 128
+"""Rows of logits whose memory is kept from step to step: fresh memory would cost a page fault per 4 KB."""
 
 
 def usable_cores() -> int:
     """Cores that this process may run on, where the system can tell."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def outputs_of(num_rows: int, width: int) -> StepOutputs:
+    """Room for them."""
+    logits = np.empty((num_rows, width), np.float32)
+    return StepOutputs(logits, np.empty(num_rows, np.int64), np.empty(num_rows, np.bool_))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +58,8 @@ class NativeBackend:
         self._program: RecordedProgram | None = None
         self._model: Model | None = None
         self._prepared: tuple[Model, RecordedProgram] | None = None
-        self._logits = np.empty((0, 0), np.float32)
-        self._step_logits = self._logits  # as many of its rows as the last step had
-        self._best = np.empty(0, np.int64), np.empty(0, np.bool_)
+        self._kept = outputs_of(0, 0)
+        self._outputs = self._kept  # as many of its rows as the last step had
 
     def packer(self) -> NativePacker:
         return NativePacker(self._quantization)
@@ -95,12 +101,12 @@ class NativeBackend:
     def forget(self) -> None:
         self._program = self._model = self._prepared = None
 
-    def run(self, model: Model, inputs: StepInputs) -> np.ndarray:
+    def run(self, model: Model, inputs: StepInputs) -> StepOutputs:
         if self._program is None or self._model is not model:
             self._adopt(model)
         recorded = self._program
         assert recorded is not None, "adopted above"
-        logits = self._logits_of(len(inputs.logit_rows_R), recorded.vocab_size)
+        outputs = self._outputs_of(len(inputs.logit_rows_R), recorded.vocab_size)
         recorded.program.run(
             inputs.token_ids_T,
             inputs.positions_T,
@@ -109,25 +115,22 @@ class NativeBackend:
             inputs.context_lens_S,
             inputs.block_tables_SB,
             inputs.logit_rows_R,
-            logits,
+            (outputs.logits_RV, outputs.best_R, outputs.finite_R),
         )
-        return logits
+        return outputs
 
-    def best_tokens(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        if len(self._best[0]) != len(logits):
-            self._best = np.empty(len(logits), np.int64), np.empty(len(logits), np.bool_)
-        _native.best_tokens(self._pool, logits, *self._best)
-        return self._best
+    def draw(self, draws: list[Draw]) -> list[int]:
+        return _native.draw(self._pool, draws)
 
-    def _logits_of(self, num_rows: int, width: int) -> np.ndarray:
-        """Room for a step's logits, valid until the next one: fresh memory would cost a page fault per 4 KB."""
-        if num_rows > KEPT_LOGIT_ROWS:
-            return np.empty((num_rows, width), np.float32)
-        if self._logits.shape != (KEPT_LOGIT_ROWS, width):
-            self._logits = np.empty((KEPT_LOGIT_ROWS, width), np.float32)
-        if self._step_logits.shape != (num_rows, width):
-            self._step_logits = self._logits[:num_rows]
-        return self._step_logits
+    def _outputs_of(self, num_rows: int, width: int) -> StepOutputs:
+        if num_rows > KEPT_ROWS:
+            return outputs_of(num_rows, width)
+        if self._kept.logits_RV.shape[1] != width:
+            self._kept = outputs_of(KEPT_ROWS, width)
+        if self._outputs.logits_RV.shape != (num_rows, width):
+            kept = self._kept
+            self._outputs = StepOutputs(kept.logits_RV[:num_rows], kept.best_R[:num_rows], kept.finite_R[:num_rows])
+        return self._outputs
 
     def _adopt(self, model: Model) -> None:
         prepared, self._prepared = self._prepared, None

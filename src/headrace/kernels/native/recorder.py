@@ -186,7 +186,7 @@ class Emitter:
             self.buffers[step.output.value] = buffer
             out = self.view(step.output)
             if step.kind == "linear":
-                self._linear(step, inputs, out)
+                self._linear(step, inputs, out, is_result)
             elif step.emit is not None:
                 step.emit(self, inputs, out)
             if is_result:
@@ -211,10 +211,15 @@ class Emitter:
         new: int = self.program.add_buffer(step.output.width)
         return new
 
-    def _linear(self, step: Step, inputs: list[tuple[int, int, int]], out: tuple[int, int, int]) -> None:
+    def _linear(
+        self, step: Step, inputs: list[tuple[int, int, int]], out: tuple[int, int, int], is_result: bool
+    ) -> None:
         weight = step.weight
         assert weight is not None, "a linear step has a weight"
         index = self._quantize(step.inputs[0], inputs[0]) if weight.is_quantized else -1
+        if is_result and len(weight.parts) == 1 and step.residual is None:
+            self.program.head(inputs[0], index, weight.parts[0], weight.biases[0], out)
+            return
         parts, offset = [], 0
         for part in weight.parts:
             parts.append((part, offset))

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from headrace.kernels.ops import Formats, KVSpec, Model, StepInputs
+from headrace.kernels.ops import Formats, KVSpec, Model, StepInputs, StepOutputs
 from headrace.kernels.reference.arithmetic import Arithmetic, Floats, Matrix
 from headrace.kernels.reference.memory import PagedKV, RopeTables
 from headrace.kernels.reference.ops import ReferenceOps
@@ -26,6 +26,8 @@ class StoredTensor(Protocol):
 
 class ReferenceBackend:
     """Implements `Backend`."""
+
+    draw = None
 
     def __init__(self, name: str, arithmetic: Arithmetic) -> None:
         self.name = name
@@ -65,14 +67,11 @@ class ReferenceBackend:
     def allocate_kv(self, spec: KVSpec, num_blocks: int, block_size: int) -> None:
         self._kv = PagedKV(spec, num_blocks, block_size)
 
-    def run(self, model: Model, inputs: StepInputs) -> Floats:
+    def run(self, model: Model, inputs: StepInputs) -> StepOutputs:
         assert self._kv is not None, "allocate_kv comes first"
         with np.errstate(all="ignore"):  # a bad weight gives bad logits, which the runner reports
             logits: Floats = model.forward(ReferenceOps(self._arithmetic, self._kv, self._ropes, inputs))
-        return logits
-
-    def best_tokens(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return logits.argmax(axis=1), np.isfinite(logits).all(axis=1)
+        return StepOutputs(logits, logits.argmax(axis=1), np.asarray(np.isfinite(logits).all(axis=1)))
 
 
 class ReferencePacker:

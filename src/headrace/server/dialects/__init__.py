@@ -1,4 +1,5 @@
-"""The control routes of other servers, so that trainers written for them work here: thin doors to one control plane.
+"""The routes of other servers, so that trainers written for them work here: thin doors to one control plane, and to the
+same generation as the OpenAI routes (`generate.py`, `trl_generate.py`, `vllm_generate.py`).
 
 A dialect parses its bodies, calls `context.client` and answers in its own JSON. `refresh.py` holds what a weight
 update needs in all of them.
@@ -8,7 +9,18 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from headrace.server.dialects import areal, collective_rpc, fastdeploy, sglang, sglang_weights, trl, vllm
+from headrace.server.dialects import (
+    areal,
+    collective_rpc,
+    fastdeploy,
+    generate,
+    sglang,
+    sglang_weights,
+    trl,
+    trl_generate,
+    vllm,
+    vllm_generate,
+)
 
 __all__ = ["dialect_routers"]
 
@@ -25,4 +37,7 @@ def dialect_routers() -> tuple[APIRouter, ...]:
         areal.router,
         fastdeploy.router,
         fastdeploy.legacy,
+        generate.router,
+        trl_generate.router,
+        vllm_generate.router,
     )

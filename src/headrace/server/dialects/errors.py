@@ -15,14 +15,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.errors import ErrorInfo, InvalidRequest, RequestError
+from headrace.server.context import request_state
 from headrace.server.errors import error_object, json_response
 
 ErrorReply = Callable[[ErrorInfo], Response]
 ACCESS = (401, 403)
 
 
-def answering(reply: ErrorReply) -> type[APIRoute]:
-    """A `route_class` whose routes answer a RequestError with `reply`."""
+def answering(reply: ErrorReply, *, own_access: bool = False) -> type[APIRoute]:
+    """A `route_class` whose routes answer a RequestError with `reply`; with `own_access` also one of `keys.py`."""
 
     class DialectRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -32,8 +33,9 @@ def answering(reply: ErrorReply) -> type[APIRoute]:
                 try:
                     return await handler(request)
                 except RequestError as error:
-                    if error.info().status in ACCESS:
+                    if not own_access and error.info().status in ACCESS:
                         raise
+                    request_state(request)["log"].setdefault("error", error.code)
                     return reply(error.info())
 
             return answer

@@ -33,6 +33,7 @@ from headrace.server.dialects.errors import answering
 from headrace.server.dialects.refresh import engine_status, load_path, operate
 from headrace.server.errors import json_response
 from headrace.server.keys import require_admin
+from headrace.server.operate import end_requests
 from headrace.server.protocol.common import RequestModel
 
 LEGACY_TIMEOUT_S = 300.0
@@ -150,7 +151,7 @@ async def abort_requests(request: Request) -> Response:
     if not body.abort_all and not body.req_ids:
         raise InvalidRequest("abort_all: true, or req_ids, must be given.", param="req_ids")
     names = None if body.abort_all else body.req_ids
-    return _reply({"aborted": await context_of(request).client.abort(names=names, reason="control")})
+    return _reply({"aborted": await end_requests(context_of(request), names)})
 
 
 @legacy.api_route("/clear_load_weight", methods=["GET", "POST"])

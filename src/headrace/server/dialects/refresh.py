@@ -16,6 +16,7 @@ import msgspec
 
 from headrace.errors import FailedRequest, InvalidRequest, RequestError
 from headrace.server.context import ServerContext
+from headrace.server.operate import control
 
 POLL_S = 0.02
 IN_BACKGROUND = frozenset({"apply_refresh", "join_group"})
@@ -25,7 +26,7 @@ Result = dict[str, Any]
 
 
 async def engine_status(context: ServerContext) -> dict[str, Any]:
-    return await context.client.control("status")
+    return await control(context, "status")
 
 
 async def weights_version(context: ServerContext) -> str:
@@ -35,7 +36,7 @@ async def weights_version(context: ServerContext) -> str:
 async def operate(context: ServerContext, operation: str, **arguments: Any) -> Result:
     """Runs an operation, without the arguments that are None; what its first rank says."""
     given = {name: value for name, value in arguments.items() if value is not None}
-    done = await context.client.control(operation, **given)
+    done = await control(context, operation, **given)
     result: Result = (done.get("result") or [{}])[0]
     return result
 
@@ -85,7 +86,7 @@ async def wait_for_background(context: ServerContext) -> None:
         if running is None or running["kind"] not in IN_BACKGROUND:
             break
         await asyncio.sleep(POLL_S)
-    operations = (await context.client.control("operations"))["operations"]
+    operations = (await control(context, "operations"))["operations"]
     newest = operations[0] if operations else None
     if newest is not None and newest["kind"] in IN_BACKGROUND and newest["state"] != "succeeded":
         error = newest["error"]

@@ -26,6 +26,7 @@ from headrace.server.dialects.refresh import commit_if_open, engine_status, oper
 from headrace.server.dialects.sglang_weights import succeeded
 from headrace.server.errors import json_response
 from headrace.server.keys import require_admin, require_numbers
+from headrace.server.operate import end_requests
 from headrace.server.protocol.common import RequestModel
 from headrace.server.version import VERSION
 
@@ -46,7 +47,7 @@ refuse(
 
 PAUSES: dict[str, dict[str, Any]] = {
     "abort": {"mode": "abort"},
-    "retract": {"mode": "keep", "clear_cache": True},
+    "retract": {"mode": "keep", "recompute": True},
     "in_place": {"mode": "keep"},
 }
 NOT_HELD = "cuda_graph"  # a tag for memory that this engine does not have
@@ -135,7 +136,7 @@ async def abort(request: Request) -> Response:
     names = [name for name in names if name]
     if not names and not body.abort_all:
         raise InvalidRequest("rid, or abort_all: true, must be given.", param="rid")
-    num_aborted = await context_of(request).client.abort(names=None if body.abort_all else names, reason="control")
+    num_aborted = await end_requests(context_of(request), None if body.abort_all else names)
     return succeeded(f"{num_aborted} were aborted.", aborted=num_aborted)
 
 

@@ -52,6 +52,7 @@ from headrace.server.dialects.refresh import (
 )
 from headrace.server.errors import json_response
 from headrace.server.keys import require_admin
+from headrace.server.operate import end_requests
 from headrace.server.protocol.common import RequestModel
 
 router = APIRouter(route_class=answering(success_reply), dependencies=[Depends(require_admin)], include_in_schema=False)
@@ -177,7 +178,7 @@ async def update_version(request: Request) -> Response:
     body = await read_body(request, NewVersion)
     version = str(body.new_version)
     if body.abort_all_requests:
-        await context.client.abort(reason="control")
+        await end_requests(context, None)
     if await commit_if_open(context, version=version) is None:
         await operate(context, "set_version", version=version)
     return succeeded(f"The weights are version {version}.", new_version=version)

@@ -54,6 +54,7 @@ from headrace.server.dialects.refresh import (
 )
 from headrace.server.errors import json_response
 from headrace.server.keys import require_admin
+from headrace.server.operate import end_requests
 from headrace.server.protocol.common import RequestModel
 
 router = APIRouter(dependencies=[Depends(require_admin)], include_in_schema=False)
@@ -138,7 +139,7 @@ async def is_paused(request: Request) -> Response:
 async def abort_requests(request: Request) -> Response:
     """An empty body means all of them."""
     body = await read_body(request, AbortRequests, allow_empty=True)
-    num_aborted = await context_of(request).client.abort(names=body.request_ids, reason="control")
+    num_aborted = await end_requests(context_of(request), body.request_ids)
     return json_response({"status": "aborted", "aborted": num_aborted})
 
 

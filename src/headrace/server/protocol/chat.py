@@ -9,7 +9,10 @@ from pydantic import Field, WithJsonSchema
 
 from headrace.errors import InvalidRequest
 from headrace.processing.checks import refusal
-from headrace.processing.inputs import ChatInput
+from headrace.processing.inputs import ChatInput, PreparedRequest
+from headrace.processing.parsing import Parsing, ReplyParsing
+from headrace.processing.structured import Found, conflict
+from headrace.processing.tools.forced import tool_choice_grammar
 from headrace.server.protocol.common import TOKEN_IDS, UNSUPPORTED_EVERYWHERE, GenerationRequest
 from headrace.types import SamplingParams
 
@@ -31,7 +34,7 @@ MESSAGES = {
 
 
 class ChatCompletionRequest(GenerationRequest):
-    """A conversation to answer. `tools` are rendered into the template; the answer comes back as plain content."""
+    """A conversation to answer. `tools` are rendered into the template, calls come back in the format of OpenAI."""
 
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
         **UNSUPPORTED_EVERYWHERE,
@@ -50,10 +53,11 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, description="Wins over max_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, description="Needs logprobs: true.")
-    tools: list[dict[str, Any]] | None = Field(None, description="Rendered into the template; calls are not parsed.")
-    tool_choice: Any = Field(None, description="none or auto.")
-    parallel_tool_calls: bool | None = Field(None, description="Accepted, without effect.")
-    response_format: dict[str, Any] | None = Field(None, description="Only {type: text}.")
+    tools: list[dict[str, Any]] | None = Field(None, description="Functions that the model may call.")
+    tool_choice: Any = Field(
+        None, description="none (calls stay text), auto, required, or {type: function, function: {name}}."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: calls after the first are left out.")
     modalities: list[str] | None = Field(None, description="Only [text].")
     chat_template: str | None = Field(None, description="Needs --trust-request-chat-template.")
     chat_template_kwargs: dict[str, Any] | None = None
@@ -77,15 +81,21 @@ class ChatCompletionRequest(GenerationRequest):
 
     def check(self) -> None:
         self.check_common()
-        kind = (self.response_format or {"type": "text"}).get("type")
-        if kind != "text":
-            raise _unsupported("response_format", "type", kind, "text")
         if self.modalities not in (None, ["text"]):
             raise _unsupported("modalities", None, self.modalities, '["text"]')
-        if self.tool_choice not in (None, "none", "auto"):
-            raise _unsupported("tool_choice", None, self.tool_choice, "none or auto (tool calls are not parsed)")
         if self.reasoning_effort is not None and self.reasoning_effort not in REASONING_EFFORTS:
             raise refusal("reasoning_effort", self.reasoning_effort, "one of " + ", ".join(REASONING_EFFORTS))
+
+    def reply_grammar(self, parsing: Parsing) -> Found | None:
+        """What the reply must match: a form that was asked for, or tool calls."""
+        found = self.grammar()
+        is_parallel = self.parallel_tool_calls is not False
+        forced = tool_choice_grammar(self.tools, self.tool_choice, parsing.tools, is_parallel=is_parallel)
+        if forced is None:
+            return found
+        if found is not None:
+            raise conflict(found[1], "tool_choice")
+        return forced, "tool_choice"
 
     def echo_texts(self) -> tuple[str, ...]:
         """With echo, the text of a last message of the assistant's comes before the answer, as in vLLM."""
@@ -93,6 +103,20 @@ class ChatCompletionRequest(GenerationRequest):
         if not isinstance(last, dict) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
             return ()
         return (last["content"],)
+
+    def parsing(self, parsing: Parsing, prepared: PreparedRequest) -> ReplyParsing | None:
+        """How the answer is taken apart."""
+        continued = None
+        if self.continue_final_message and self.prompt_token_ids is None:
+            content = self.messages[-1].get("content")
+            continued = content if isinstance(content, str) else None
+        return parsing.of_request(
+            prepared.texts[0] if prepared.texts[0] is not None else prepared.submit.prompts[0],
+            continued=continued,
+            template_kwargs=self.chat_template_kwargs,
+            tools=None if self.tool_choice == "none" else self.tools,
+            is_parallel=self.parallel_tool_calls is not False,
+        )
 
     def source(self) -> ChatInput | list[Any]:
         if self.prompt_token_ids is not None:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from headrace.errors import InvalidRequest
 from headrace.processing.checks import check_name, check_number, check_text, refusal
+from headrace.processing.structured import GUIDED, Found, grammar_of
 from headrace.types import SamplingParams
 
 INT32_MAX = 2**31 - 1
@@ -22,15 +23,9 @@ STRINGS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "st
 TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 TOKEN_LISTS = {"anyOf": [TOKEN_IDS, {"type": "array", "items": TOKEN_IDS}]}
 
-_GRAMMAR = "constrained output is not available in this version; remove the field."
 UNSUPPORTED_EVERYWHERE = {
-    "guided_json": _GRAMMAR,
-    "guided_regex": _GRAMMAR,
-    "guided_choice": _GRAMMAR,
-    "guided_grammar": _GRAMMAR,
-    "structural_tag": _GRAMMAR,
-    "structured_outputs": _GRAMMAR,
-    "reasoning_max_tokens": "there is no reasoning parser in this version; use max_tokens.",
+    "guided_whitespace_pattern": "use structured_outputs with json and whitespace_pattern.",
+    "reasoning_max_tokens": "thoughts cannot be cut off in this version; use max_tokens.",
     "truncate_prompt_tokens": "a prompt is never truncated; shorten it before sending.",
     "allowed_token_ids": "use logit_bias or bad_words_token_ids.",
     "use_beam_search": "only sampling is available.",
@@ -38,6 +33,10 @@ UNSUPPORTED_EVERYWHERE = {
     "logits_processors": "use logit_bias, bad_words or the penalties.",
     "lora_request": "there are no adapters in this version.",
 }
+
+
+SCHEMA = {"anyOf": [{"type": "object"}, {"type": "string"}]}
+GRAMMAR_FIELDS = ("response_format", "structured_outputs", *GUIDED)
 
 
 class RequestModel(BaseModel):
@@ -85,6 +84,17 @@ class GenerationRequest(RequestModel):
     ignore_eos: bool | None = None
     bad_words: list[str] | None = Field(None, description="Words that must not appear.")
     bad_words_token_ids: Annotated[Any, WithJsonSchema(TOKEN_LISTS)] = None
+    response_format: dict[str, Any] | None = Field(
+        None, description="type text, json_object, json_schema (kept to with strict and without) or structural_tag."
+    )
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="One of json, regex, choice, grammar (Lark or GBNF), json_object, structural_tag; as in vLLM."
+    )
+    guided_json: Annotated[Any, WithJsonSchema(SCHEMA)] = Field(None, description="structured_outputs.json.")
+    guided_regex: str | None = Field(None, description="structured_outputs.regex.")
+    guided_choice: list[str] | None = Field(None, description="structured_outputs.choice.")
+    guided_grammar: str | None = Field(None, description="structured_outputs.grammar.")
+    structural_tag: Annotated[Any, WithJsonSchema(SCHEMA)] = Field(None, description="Free text with tags of a form.")
     prompt_logprobs: int | None = Field(
         None, description="Log probabilities of the prompt's tokens and the N most likely."
     )
@@ -103,6 +113,10 @@ class GenerationRequest(RequestModel):
     service_tier: str | None = Field(None, description="Accepted, without effect.")
     safety_identifier: str | None = Field(None, description="Accepted, without effect.")
     prompt_cache_key: str | None = Field(None, description="Accepted, without effect: prefixes are found by content.")
+
+    def grammar(self) -> Found | None:
+        """What the output must match, and the field that says so."""
+        return grammar_of({name: value for name in GRAMMAR_FIELDS if (value := getattr(self, name)) is not None})
 
     def sampling_params(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
         """As the request says it; not validated yet. `more` overrides fields; None stands for the default."""

@@ -22,7 +22,6 @@ class CompletionRequest(GenerationRequest):
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
         **UNSUPPORTED_EVERYWHERE,
         "suffix": "the served models do not fill in the middle; remove the field.",
-        "response_format": "constrained output is not available in this version; remove the field.",
     }
 
     prompt: Annotated[Any, WithJsonSchema(PROMPT)] = Field(

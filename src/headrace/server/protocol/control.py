@@ -48,6 +48,7 @@ class ControlRequest(RequestModel):
 
 class PauseRequest(ControlRequest):
     mode: Mode | None = Field(None, description=f"{MODE_HELP} Default abort.")
+    recompute: bool | None = Field(None, description="What is frozen gives its KV up and computes it again later.")
     clear_cache: bool | None = Field(None, description="Forget cached prefixes too. Default false.")
     timeout_s: Seconds | None = Field(None, description="How long mode wait may take.")
 
@@ -82,7 +83,7 @@ class BeginRefreshRequest(ControlRequest):
     staged: Staged | None = Field(None, description="Build the new weights beside the old ones. Default auto.")
     delta: bool | None = Field(None, description="Only some of the tensors; the others stay. Default false.")
     mode: Mode | None = Field(None, description=f"For staged never. {MODE_HELP}")
-    timeout_s: Seconds | None = Field(None, description="Silence that ends the refresh. Default --refresh-timeout.")
+    silence_s: Seconds | None = Field(None, description="Silence that ends the refresh. Default --refresh-timeout.")
 
 
 class ApplyRefreshRequest(ControlRequest):
@@ -128,6 +129,10 @@ class LeaveGroupRequest(ControlRequest):
     group_name: Label | None = Field(None, description="Default weight_update_group.")
 
 
+class LogLevelRequest(RequestModel):
+    level: Literal["debug", "info", "warning", "error"] = Field(description="The least severe log line.")
+
+
 class AbortRequest(RequestModel):
     """What to abort: `request_ids` (public ids, X-Request-Ids or internal ids), or `all: true`."""
 
@@ -163,5 +168,6 @@ OPERATIONS: tuple[type[RequestModel], ...] = (
     LeaveGroupRequest,
     ControlRequest,
     AbortRequest,
+    LogLevelRequest,
 )
 """For OpenAPI."""

@@ -55,10 +55,28 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class FunctionCall(msgspec.Struct):
+    """`arguments` is the text of a JSON object, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    type: str
+    function: FunctionCall
+
+
 class AssistantMessage(msgspec.Struct):
+    """`reasoning` is `reasoning_content` again; both are there when the server has a reasoning parser."""
+
     role: str
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | msgspec.UnsetType | None = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType | None = msgspec.UNSET
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class VersionSpan(msgspec.Struct):
@@ -184,7 +202,7 @@ class Load(msgspec.Struct):
 
 
 class Operation(msgspec.Struct):
-    """A control operation; `started` and `ended` are unix times, `result` has an entry per rank."""
+    """A control operation; `started`, `ended` and `deadline` are unix times, `result` has an entry per rank."""
 
     id: str
     kind: str
@@ -193,10 +211,16 @@ class Operation(msgspec.Struct):
     result: list[dict[str, Any]] | None
     started: float
     ended: float | None
+    deadline: float | None
+    trace_id: str | None
 
 
 class AbortOperation(Operation):
     aborted: int = 0
+
+
+class LogLevel(msgspec.Struct):
+    level: str
 
 
 class OperationList(msgspec.Struct):
@@ -207,7 +231,9 @@ class OperationList(msgspec.Struct):
 
 class OpenRefresh(msgspec.Struct):
     staged: bool
+    delta: bool
     num_tensors: int
+    num_bytes: int
     started: float
 
 
@@ -231,3 +257,114 @@ class ControlStatus(msgspec.Struct):
     operation: RunningOperation | None
     num_running: int
     num_waiting: int
+
+
+class GenerateMeta(msgspec.Struct):
+    """`finish_reason` has a type (stop, length, abort). Logprobs are lists of [logprob, token id, text or null]."""
+
+    id: str
+    finish_reason: dict[str, Any] | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    weight_version: str
+    weight_versions: list[VersionSpan]
+    output_token_logprobs: list[list[Any]] | msgspec.UnsetType = msgspec.UNSET
+    input_token_logprobs: list[list[Any]] | msgspec.UnsetType = msgspec.UNSET
+    output_top_logprobs: list[list[list[Any]]] | msgspec.UnsetType = msgspec.UNSET
+    input_top_logprobs: list[list[list[Any]] | None] | msgspec.UnsetType = msgspec.UNSET
+    output_token_ids_logprobs: list[list[list[Any]]] | msgspec.UnsetType = msgspec.UNSET
+    input_token_ids_logprobs: list[list[list[Any]] | None] | msgspec.UnsetType = msgspec.UNSET
+
+
+class GenerateOutput(msgspec.Struct):
+    """Of one choice; several come as a list."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: GenerateMeta
+
+
+class TokenChoice(msgspec.Struct):
+    index: int
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    token_ids: list[int]
+    stop_reason: int | str | None
+    weight_versions: list[VersionSpan]
+
+
+class TokenGeneration(msgspec.Struct):
+    request_id: str
+    choices: list[TokenChoice]
+    prompt_logprobs: list[dict[str, Any] | None] | None
+    kv_transfer_params: None
+    usage: UsageReply
+
+
+class MessageUsage(msgspec.Struct):
+    """`input_tokens` are those that were not cached."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class Message(msgspec.Struct):
+    """Anthropic's; its blocks are of type thinking, text and tool_use, in this order."""
+
+    id: str
+    type: str
+    role: str
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str
+    stop_sequence: str | None
+    usage: MessageUsage
+    weight_version: str | None
+    weight_versions: list[VersionSpan] | msgspec.UnsetType = msgspec.UNSET
+
+
+class TokenCount(msgspec.Struct):
+    input_tokens: int
+
+
+class InputDetails(msgspec.Struct):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class ResponseUsage(msgspec.Struct):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: CompletionTokensDetails
+    total_tokens: int
+
+
+class ResponseObject(msgspec.Struct):
+    """OpenAI's; `status` is completed, incomplete, cancelled, in_progress, or failed (in a stream). Most members that
+    repeat the request are not listed here."""
+
+    id: str
+    object: str
+    created_at: int
+    status: str
+    error: dict[str, str] | None
+    incomplete_details: dict[str, str] | None
+    model: str
+    output: list[dict[str, Any]]
+    previous_response_id: str | None
+    store: bool
+    temperature: float
+    top_p: float
+    usage: ResponseUsage | None
+    weight_version: str | None
+    weight_versions: list[VersionSpan] | msgspec.UnsetType = msgspec.UNSET
+
+
+class DeletedResponse(msgspec.Struct):
+    id: str
+    object: str
+    deleted: bool

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from headrace.server.dialects import dialect_routers
-from headrace.server.routes import chat, completions, control, health, metrics, models, tokenize
+from headrace.server.routes import chat, completions, control, health, messages, metrics, models, responses, tokenize
 
 __all__ = ["all_routers"]
 
 
 def all_routers() -> tuple[APIRouter, ...]:
-    modules = (chat, completions, models, tokenize, health, metrics, control)
+    from headrace.server.dialects import dialect_routers  # some of them answer with these routes' own functions
+
+    modules = (chat, completions, responses, messages, models, tokenize, health, metrics, control)
     return (*(module.router for module in modules), *dialect_routers())

@@ -14,7 +14,7 @@ from headrace.server.keys import require_user
 from headrace.server.openapi import describe
 from headrace.server.protocol.chat import ChatCompletionRequest
 from headrace.server.protocol.replies import ChatCompletion
-from headrace.server.routes.options import reply_shape, request_options
+from headrace.server.routes.options import constrained, reply_shape, request_options, with_grammar
 from headrace.server.shape import Reply
 
 router = APIRouter(dependencies=[Depends(require_user)], tags=["Inference"])
@@ -28,18 +28,21 @@ async def create_chat_completion(request: Request) -> Response:
     model = context.model_name(body.model)
     name = keep_request_id(request, body.request_id)
     body.check()
-    options = request_options(request, body, prefix="chatcmpl", name=name, names=body.names)
+    grammar = body.reply_grammar(context.parsing)
+    options = request_options(request, body, prefix="chatcmpl", name=name, names=with_grammar(body.names, grammar))
 
     def make_reply(prepared: PreparedRequest, created: int) -> Reply:
-        return ChatReply(reply_shape(body, prepared, model=model, created=created, echo_texts=body.echo_texts()))
+        shape = reply_shape(body, prepared, model=model, created=created, echo_texts=body.echo_texts())
+        return ChatReply(shape, has_reasoning=context.parsing.has_reasoning)
 
     return await answer(
         request,
         Job(
             source=body.source(),
-            params=body.params(context.sampling_defaults),
+            params=constrained(body.params(context.sampling_defaults), grammar),
             options=options,
             is_stream=bool(body.stream),
             make_reply=make_reply,
+            make_parsing=lambda prepared: body.parsing(context.parsing, prepared),
         ),
     )

@@ -15,7 +15,7 @@ from headrace.server.keys import require_user
 from headrace.server.openapi import describe
 from headrace.server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from headrace.server.protocol.replies import Completion
-from headrace.server.routes.options import reply_shape, request_options
+from headrace.server.routes.options import constrained, reply_shape, request_options, with_grammar
 from headrace.server.shape import Reply
 
 router = APIRouter(dependencies=[Depends(require_user)], tags=["Inference"])
@@ -29,8 +29,14 @@ async def create_completion(request: Request) -> Response:
     model = context.model_name(body.model)
     name = keep_request_id(request, body.request_id)
     body.check()
+    grammar = body.grammar()
     options = request_options(
-        request, body, prefix="cmpl", name=name, names=body.names, default_max_tokens=DEFAULT_MAX_TOKENS
+        request,
+        body,
+        prefix="cmpl",
+        name=name,
+        names=with_grammar(body.names, grammar),
+        default_max_tokens=DEFAULT_MAX_TOKENS,
     )
 
     def make_reply(prepared: PreparedRequest, created: int) -> Reply:
@@ -42,7 +48,7 @@ async def create_completion(request: Request) -> Response:
         request,
         Job(
             source=body.source(),
-            params=body.params(context.sampling_defaults),
+            params=constrained(body.params(context.sampling_defaults), grammar),
             options=options,
             is_stream=bool(body.stream),
             make_reply=make_reply,

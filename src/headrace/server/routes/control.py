@@ -6,6 +6,7 @@ runs. Aborts and questions are answered whatever else runs. The engine checks wh
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from typing import Any
@@ -13,16 +14,21 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
+from headrace.observability.logs import LEVELS
+from headrace.observability.tracing import trace_id_of
 from headrace.processing.checks import check_name
 from headrace.server.body import read_body
 from headrace.server.context import context_of, request_state
 from headrace.server.errors import json_response
 from headrace.server.keys import require_admin
 from headrace.server.openapi import describe
+from headrace.server.operate import control, end_requests
 from headrace.server.protocol import control as bodies
-from headrace.server.protocol.replies import AbortOperation, ControlStatus, Operation, OperationList
+from headrace.server.protocol.replies import AbortOperation, ControlStatus, LogLevel, Operation, OperationList
 from headrace.server.spool import remove
 from headrace.server.weights_body import FRAME, SAFETENSORS, Model, read_weights
+
+logger = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/v1/control", dependencies=[Depends(require_admin)], tags=["Control"])
 
@@ -85,7 +91,8 @@ async def abort(request: Request) -> Response:
     """Ends requests in any state; `aborted` counts the choices that were alive. An unknown id is no error."""
     names = (await read_body(request, bodies.AbortRequest)).names()
     started = time.time()
-    num_aborted = await context_of(request).client.abort(names=names, reason="control")
+    context = context_of(request)
+    num_aborted = await end_requests(context, names)
     return json_response(
         {
             "aborted": num_aborted,
@@ -96,26 +103,37 @@ async def abort(request: Request) -> Response:
             "result": [{"rank": 0, "aborted": num_aborted}],
             "started": started,
             "ended": time.time(),
+            "deadline": None,
+            "trace_id": trace_id_of(context.trace_parent),
         }
     )
+
+
+@router.post("/log_level", **describe(bodies.LogLevelRequest, LogLevel))
+async def log_level(request: Request) -> Response:
+    """Changes the log level of every process of the server, within a second or so; no restart keeps it."""
+    level = (await read_body(request, bodies.LogLevelRequest)).level
+    context_of(request).set_log_level(LEVELS[level])
+    logger.warning("the log level is %s from now on", level)
+    return json_response({"level": level})
 
 
 @router.get("/status", **describe(None, ControlStatus))
 async def status(request: Request) -> Response:
     """Weights, sleep, pause, and what runs at present."""
-    return json_response(await context_of(request).client.control("status"))
+    return json_response(await control(context_of(request), "status"))
 
 
 @router.get("/operations", **describe(None, OperationList))
 async def operations(request: Request) -> Response:
     """The last operations, at most 100, the newest first."""
-    return json_response(await context_of(request).client.control("operations"))
+    return json_response(await control(context_of(request), "operations"))
 
 
 @router.get("/operations/{operation_id}", **describe(None, Operation))
 async def operation(request: Request, operation_id: str) -> Response:
     """One operation."""
-    found = await context_of(request).client.control("operations", id=check_name(operation_id, "id"))
+    found = await control(context_of(request), "operations", id=check_name(operation_id, "id"))
     return json_response(found["operations"][0])
 
 
@@ -127,6 +145,6 @@ async def cancel(request: Request, operation_id: str) -> Response:
 
 
 async def _run(request: Request, kind: str, arguments: dict[str, Any]) -> Response:
-    reply = await context_of(request).client.control(kind, **arguments)
+    reply = await control(context_of(request), kind, **arguments)
     request_state(request)["log"]["operation"] = reply["id"]
     return json_response(reply, 202 if reply["state"] in ("pending", "running") else 200)

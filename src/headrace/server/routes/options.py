@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
+from msgspec.structs import replace
 from starlette.requests import Request
 
 from headrace.processing.inputs import PreparedRequest, RequestOptions
+from headrace.processing.structured import Found
+from headrace.server.context import context_of
 from headrace.server.protocol.common import GenerationRequest
 from headrace.server.shape import ReplyShape
-
-TRACE_PARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+from headrace.types import SamplingParams
 
 
 def request_options(
@@ -23,10 +24,7 @@ def request_options(
     names: Mapping[str, str],
     default_max_tokens: int | None = None,
 ) -> RequestOptions:
-    """`body` has been checked. A malformed traceparent is left out, as W3C's Trace Context demands."""
-    trace_parent = request.headers.get("traceparent")
-    if trace_parent is not None and not TRACE_PARENT.fullmatch(trace_parent):
-        trace_parent = None
+    """`body` has been checked."""
     return RequestOptions(
         prefix=prefix,
         name=name,
@@ -35,9 +33,18 @@ def request_options(
         priority=body.priority or 0,
         timeout_s=body.timeout_s,
         cache_salt=body.cache_salt,
-        trace_parent=trace_parent,
+        trace_parent=context_of(request).trace_parent,
         names=names,
     )
+
+
+def with_grammar(names: Mapping[str, str], grammar: Found | None) -> Mapping[str, str]:
+    """What the request calls its parameters, the field that brought a grammar among them."""
+    return names if grammar is None else {**names, "grammar": grammar[1]}
+
+
+def constrained(params: SamplingParams, grammar: Found | None) -> SamplingParams:
+    return params if grammar is None else replace(params, grammar=grammar[0])
 
 
 def reply_shape(

@@ -156,6 +156,11 @@ class TransferGroup:
         """Ends the group at once; a `join` or `receive` that blocks in another thread raises Unavailable."""
         self._kill("aborted")
 
+    def abort_if_busy(self) -> None:
+        """The same, if somebody is inside `join` or `receive`."""
+        if self._busy.locked():
+            self.abort()
+
     def close(self) -> None:
         """Leaves the group and frees its process; ends a blocked `join` or `receive` first. May be called twice."""
         self._kill("closed")

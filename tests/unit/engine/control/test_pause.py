@@ -17,6 +17,7 @@ def expected(prompt: list[int], max_tokens: int) -> list[int]:
 
 
 def test_abort_ends_what_runs_with_what_it_has() -> None:
+    """R11, R12."""
     harness = EngineHarness()
     running = harness.submit(PROMPT, max_tokens=30)
     harness.step(4)
@@ -50,6 +51,7 @@ def test_wait_drains_what_came_before_and_holds_what_comes_after() -> None:
 
 
 def test_keep_freezes_and_goes_on_with_the_same_tokens() -> None:
+    """R12."""
     harness = EngineHarness()
     request = harness.submit(PROMPT, max_tokens=12)
     harness.step(3)

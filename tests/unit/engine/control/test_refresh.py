@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,8 @@ class RefreshRig(EngineHarness):
             self.real, CacheConfig(num_kv_blocks=64), SchedulerConfig(max_num_seqs=8), 256, clock=self.clock
         )
         self.core.on_lifecycle = self.lifecycles.append
-        self.state.core, self.state.path = self.core, path
+        self.state.core = self.core
+        self.state.remember(path)
 
     def generate(self, prompt: list[int] = PROMPT, max_tokens: int = 12) -> list[int]:
         request = self.submit(prompt, max_tokens=max_tokens, temperature=0.0)
@@ -217,8 +220,17 @@ def test_a_bad_tensor_is_named_and_no_mix_ever_serves(
 ) -> None:
     """R9."""
     tensors = dict(read_folder(models(2)))
-    with pytest.raises(FailedRequest, match=message):
+    with pytest.raises(FailedRequest, match=message):  # one call is refused before anything changes
         rig.control("refresh_weights", source=raw_source(broken(tensors, how), tmp_path), staged=staged)
+    assert rig.core.lifecycle.state == "ready"
+    rig.control("begin_refresh", staged=staged)
+    apply = partial(rig.control, "apply_refresh", source=raw_source(broken(tensors, how), tmp_path))
+    if how == "missing":
+        apply()
+        apply = partial(rig.control, "commit_refresh")
+    with pytest.raises(FailedRequest, match=message):
+        apply()
+    rig.control("abort_refresh")
     if staged == "always":
         assert rig.core.lifecycle.state == "ready"
         assert rig.generate() == fresh(1)
@@ -245,7 +257,8 @@ def test_a_tensor_that_comes_twice(rig: RefreshRig, models: Callable[[int], Path
 
 @pytest.mark.parametrize("staged", ["always", "never"])
 def test_a_sender_that_goes_silent(rig: RefreshRig, fresh: Callable[[int], list[int]], staged: str) -> None:
-    rig.control("begin_refresh", staged=staged, timeout_s=30.0)
+    """R9."""
+    rig.control("begin_refresh", staged=staged, silence_s=30.0)
     assert rig.core.lifecycle.state == ("ready" if staged == "always" else "updating")
     rig.clock.advance(31.0)
     rig.turn()
@@ -297,6 +310,7 @@ def test_pickles_need_leave(rig: RefreshRig, tmp_path: Path) -> None:
 def test_a_request_that_crosses_a_commit(
     rig: RefreshRig, models: Callable[[int], Path], fresh: Callable[[int], list[int]], kv: str, staged: str
 ) -> None:
+    """R1, R11."""
     request = rig.submit(PROMPT, max_tokens=200, temperature=0.0)
     rig.step(5)
     before = list(rig.choice(request).token_ids)
@@ -378,3 +392,56 @@ def test_a_gguf_model_takes_the_tensors_of_transformers(tmp_path: Path, backend:
         assert rig.generate() == RefreshRig(folder, backend=backend).generate()
     else:
         assert {"w4", "w8", "f32"} <= {kind for kinds in formats.values() for kind in kinds}
+
+
+def test_a_cancelled_call_takes_its_refresh_along(
+    rig: RefreshRig, fresh: Callable[[int], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread may still write to the new weights, so nobody may commit them."""
+    reading, go_on = threading.Event(), threading.Event()
+
+    def slow(*_: object) -> None:
+        reading.set()
+        assert go_on.wait(10)
+
+    monkeypatch.setattr("headrace.engine.control.refresh.read_into", slow)
+    rig.control("begin_refresh", silence_s=5.0)
+    call = rig.start("apply_refresh", source={"kind": "path", "path": "/anywhere"})
+    assert reading.wait(10)
+    rig.clock.advance(60.0)
+    rig.turn()
+    assert rig.control("status")["refresh"] is not None, "a sender that is being read is not silent"
+    rig.start("cancel")
+    go_on.set()
+    error = rig.answers[call].error
+    assert error is not None
+    assert error.code == "cancelled"
+    assert rig.control("status")["refresh"] is None
+    assert rig.generate() == fresh(1)
+
+
+def test_files_that_changed_under_a_sleeper_do_not_wake_under_the_old_label(tmp_path: Path) -> None:
+    rig = RefreshRig(write_tiny_model(tmp_path / "model", seed=1))
+    rig.control("sleep")
+    write_tiny_model(tmp_path / "model", seed=2)
+    assert rig.control("wake")["state"] == "poisoned"
+    assert "have changed since" in str(rig.core.lifecycle.reason)
+    rig.control("refresh_weights", source={"kind": "path", "path": str(tmp_path / "model")})
+    assert rig.core.lifecycle.state == "ready"
+
+
+@pytest.mark.parametrize("what", ["another model", "a broken file", "a group that nobody joined"])
+def test_in_place_a_source_is_looked_at_before_weights_go(
+    rig: RefreshRig, fresh: Callable[[int], list[int]], tmp_path: Path, what: str
+) -> None:
+    body = tmp_path / "body"
+    body.write_bytes(b"no tensors")
+    sources: dict[str, dict[str, Any]] = {
+        "another model": {"kind": "path", "path": str(write_tiny_model(tmp_path / "other", hidden_size=64))},
+        "a broken file": {"kind": "file", "file": str(body), "format": "safetensors"},
+        "a group that nobody joined": {"kind": "group", "names": [], "dtypes": [], "shapes": []},
+    }
+    with pytest.raises(FailedRequest):
+        rig.control("refresh_weights", source=sources[what], staged="never")
+    assert rig.core.lifecycle.state == "ready"
+    assert rig.generate() == fresh(1)

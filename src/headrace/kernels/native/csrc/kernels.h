@@ -102,6 +102,11 @@ inline int part_size(int head_dim) { return 2 + head_dim; }
 
 enum class Activation { silu, gelu, gelu_tanh };
 
+// Probability of a logit over that of the highest one, e^((logit - highest) / temperature); 0 where that is below min_p.
+struct Weighing {
+  float highest, temperature, min_p;
+};
+
 struct Kernels {
   const char* name;
   void (*quantize)(Rows x, int cols, const Quantized& out, int row0, int row1);
@@ -123,8 +128,14 @@ struct Kernels {
   void (*add)(Rows x, Rows y, int width, Rows out, int row0, int row1);
   void (*scale)(Rows x, int width, float factor, Rows out, int row0, int row1);
   void (*soft_cap)(Rows x, int width, float cap, Rows out, int row0, int row1);
-  // the first largest of a row, and whether all of it is finite
-  int (*best)(const float* row, int width, bool* is_finite);
+  // The largest of n numbers, or NaN if not all are finite.
+  float (*peak)(const float* x, int n);
+  // The largest of the numbers at i, i + 16, i + 32, ..., for each i below 16. None may be NaN.
+  void (*lane_peaks)(const float* x, int n, float* peaks);
+  // What each of n logits weighs; returns the sum. None may be NaN or above the highest.
+  float (*weigh)(const float* x, int n, const Weighing& by, float* weights);
+  // Indices of the numbers that are at least `bound`, in order; returns how many.
+  int (*find_from)(const float* x, int n, float bound, int32_t* found);
   float (*sum_bytes)(const float* data, size_t count);  // reads it all: for measuring memory
   float (*int8_burst)(int steps);                        // kInt8OpsPerStep operations a step, out of registers
   void (*embed)(const Weight& table, const int32_t* ids, Rows y, int row0, int row1);

@@ -528,24 +528,7 @@ void embed(const Weight& table, const int32_t* ids, Rows y, int row0, int row1) 
   }
 }
 
-int best(const float* row, int width, bool* is_finite) {
-  F top = set1(-INFINITY), zero = set1(0);  // x * 0 is 0 unless x is infinite or NaN
-  int i = 0;
-  for (; i + 16 <= width; i += 16) {
-    const F x = load(row + i);
-    top = max(top, x);
-    zero = fma(x, set1(0), zero);
-  }
-  if (i < width) {
-    top = max(top, load_part(row + i, width - i, -INFINITY));
-    zero = fma(load_part(row + i, width - i, 0), set1(0), zero);
-  }
-  *is_finite = sum_lanes(zero) == 0;
-  const float largest = max_lanes(top);
-  int at = 0;
-  while (at < width - 1 && row[at] != largest) at++;
-  return at;
-}
+#include "logits_impl.h"
 
 float sum_bytes(const float* data, size_t count) {
   F sums[4] = {set1(0), set1(0), set1(0), set1(0)};
@@ -565,7 +548,9 @@ float int8_burst(int steps) {
 }
 
 constexpr Kernels make_table(const char* name) {
-  return {name, quantize, linear, rms_norm, rope, store_kv, attend, combine, gated, add_rows, scale_rows, soft_cap, best, sum_bytes, int8_burst, embed};
+  return {name,     quantize,   linear,     rms_norm, rope,       store_kv, attend,    combine,    gated,
+          add_rows, scale_rows, soft_cap,   peak,     lane_peaks, weigh,    find_from, sum_bytes, int8_burst,
+          embed};
 }
 
 }  // namespace HR_ISA

@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "draw.h"
 #include "limits.h"
 #include "pack.h"
 #include "program.h"
@@ -24,7 +25,13 @@ template <class T>
 using Array1 = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <class T>
 using Array2 = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+template <class T, int Dims>
+using Out = nb::ndarray<T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
 using ViewTuple = std::tuple<int, int, int>;
+// logits, best and finite; see StepOutputs in kernels/ops.py
+using OutputTuple = std::tuple<Out<float, 2>, Out<int64_t, 1>, Out<bool, 1>>;
+// row, best, temperature, top_k, top_p, min_p, chance; see Draw in kernels/ops.py
+using DrawTuple = std::tuple<Array1<float>, int, double, int, double, double, double>;
 
 // KV memory of all layers; a block that was never used costs no memory.
 class KVMemory {
@@ -84,6 +91,20 @@ Weight pack_floats(Arena& arena, const std::string& kind, Array2<float> values) 
   throw std::invalid_argument("no packing for " + kind);
 }
 
+std::vector<int> draw(Pool& pool, const std::vector<DrawTuple>& draws) {
+  std::vector<int> token_ids(draws.size());
+  for (const auto& draw : draws) {
+    const int best = std::get<1>(draw);
+    if (best < 0 || (size_t)best >= std::get<0>(draw).size()) throw std::invalid_argument("the best token is not in its row");
+  }
+  nb::gil_scoped_release release;
+  pool.for_each((int)draws.size(), [&](int i) {
+    const auto& [row, best, temperature, top_k, top_p, min_p, chance] = draws[i];
+    token_ids[i] = draw_token({row.data(), best, temperature, top_k, top_p, min_p, chance}, (int)row.size());
+  });
+  return token_ids;
+}
+
 View view(ViewTuple v) { return {std::get<0>(v), std::get<1>(v), std::get<2>(v)}; }
 
 // Python's side of a program: keeps alive what its commands point to.
@@ -109,18 +130,25 @@ class PyProgram {
     }
     program.linear(view(x), quantized, std::move(segments), view(residual), view(out));
   }
+  void head(ViewTuple x, int quantized, nb::object weight, nb::object bias, ViewTuple out) {
+    const float* values = bias.is_none() ? nullptr : keep(nb::cast<Array1<float>>(bias));
+    program.head(view(x), quantized, {nb::cast<const Weight*>(weight), 0, values}, view(out));
+    weights_.push_back(weight);
+  }
   void run(Array1<int32_t> token_ids, Array1<int32_t> positions, Array1<int64_t> kv_slots, Array1<int32_t> query_starts,
            Array1<int32_t> context_lens, Array2<int32_t> block_tables, Array1<int32_t> logit_rows,
-           nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> logits) {
+           const OutputTuple& outputs) {
+    const auto& [logits, best, finite] = outputs;
     const Inputs inputs{(int)token_ids.size(),  (int)context_lens.size(), (int)logit_rows.size(), (int)block_tables.shape(1),
                         token_ids.data(),       positions.data(),         query_starts.data(),    context_lens.data(),
                         block_tables.data(),    logit_rows.data(),        kv_slots.data()};
     const size_t tokens = token_ids.size(), sequences = context_lens.size();
     if (positions.size() != tokens || kv_slots.size() != tokens || query_starts.size() != sequences + 1 ||
-        block_tables.shape(0) != sequences || logits.shape(0) != logit_rows.size())
+        block_tables.shape(0) != sequences || logits.shape(0) != logit_rows.size() ||
+        best.size() != logit_rows.size() || finite.size() != logit_rows.size())
       throw std::invalid_argument("the step's arrays do not fit together");
     nb::gil_scoped_release release;
-    program.run(inputs, logits.data());
+    program.run(inputs, {logits.data(), best.data(), finite.data()});
   }
 
  private:
@@ -155,21 +183,14 @@ NB_MODULE(_native, m) {
       .value("gelu_tanh", Activation::gelu_tanh);
   m.def("pack_blocks", &pack_blocks, "A weight from the bytes of a GGUF or half-precision tensor [rows, cols].");
   m.def("pack_floats", &pack_floats, "A weight from float32 [rows, cols], as w8, w4 or f32.");
-  m.def("unpack", [](const Weight& w, nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> values) {
+  m.def("unpack", [](const Weight& w, Out<float, 2> values) {
     if ((int)values.shape(0) != w.rows || (int)values.shape(1) != w.cols) throw std::invalid_argument("not the weight's shape");
     nb::gil_scoped_release release;
     std::vector<int32_t> ids(w.rows);
     std::iota(ids.begin(), ids.end(), 0);
     best_kernels()->embed(w, ids.data(), {values.data(), w.cols}, 0, w.rows);
   }, "What a weight stands for, as float32 [rows, cols].");
-  m.def("best_tokens", [](Pool& pool, Array2<float> logits, nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> ids,
-                          nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu> finite) {
-    const int rows = (int)logits.shape(0), width = (int)logits.shape(1);
-    nb::gil_scoped_release release;
-    pool.for_each(rows, [&](int r) {
-      ids.data()[r] = best_kernels()->best(logits.data() + (size_t)r * width, width, finite.data() + r);
-    });
-  });
+  m.def("draw", &draw, "One token per draw.");
   m.def("measure_limits", [](Pool& pool) {
     const Limits limits = measure_limits(pool);
     return std::make_pair(limits.read_bytes_per_s, limits.int8_ops_per_s);
@@ -194,6 +215,7 @@ NB_MODULE(_native, m) {
           })
       .def("quantize", [](PyProgram& p, ViewTuple x, int index) { p.program.quantize(view(x), index); })
       .def("linear", &PyProgram::linear, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
+      .def("head", &PyProgram::head, nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg())
       .def("rope", [](PyProgram& p, ViewTuple x, int heads, int table, int rotary, bool interleaved, ViewTuple out) {
             p.program.rope(view(x), heads, table, rotary, interleaved, view(out));
           })
@@ -210,5 +232,6 @@ NB_MODULE(_native, m) {
           })
       .def("soft_cap", [](PyProgram& p, ViewTuple x, float cap, ViewTuple out) { p.program.soft_cap(view(x), cap, view(out)); })
       .def("output", [](PyProgram& p, ViewTuple x) { p.program.output(view(x)); })
-      .def("run", &PyProgram::run);
+      .def("run", &PyProgram::run)
+      .def_prop_ro("attention_bytes", [](const PyProgram& p) { return p.program.attention_bytes(); });
 }

@@ -75,7 +75,6 @@ void Program::quantize(View x, int index) {
 
 // A unit is one tile for one chunk of rows: weights are read once per chunk, and a chunk's inputs stay in the cache.
 void Program::linear(View x, int index, std::vector<Segment> segments, View residual, View out) {
-  constexpr int kRowChunk = 16;
   int tiles = 0;
   for (auto& s : segments) tiles += s.weight->tiles;
   Command command;
@@ -113,43 +112,6 @@ void Program::rope(View x, int heads, int table, int rotary, bool interleaved, V
         {}});
 }
 
-void Program::attention(View q, View k, View v, int layer, AttentionArgs args, View out) {
-  push({[=](const Inputs& in, int, int, int begin, int end) {
-          kernels().store_kv(kv_[layer], rows(k), rows(v), in.kv_slots, begin, end);
-        },
-        {}});
-  size_t kind = 0;
-  while (kind < spans_.size() && spans_[kind].window != args.window) kind++;
-  if (kind == spans_.size()) spans_.push_back({args.window, {}, {}});
-  const int D = q.width / args.heads;
-  const size_t per_span = (size_t)args.heads * part_size(D);
-  part_floats_per_span_ = std::max(part_floats_per_span_, per_span);
-
-  Command attend;
-  attend.is_row_work = false;
-  attend.shares_per_thread = 16;  // spans differ in length, so shares are small
-  attend.num_units = [=](const Inputs&, int) { return (int)spans_[kind].spans.size() * kv_[layer].kv_heads; };
-  attend.work = [=](const Inputs& in, int, int, int begin, int end) {
-    const KVLayer& kv = kv_[layer];
-    for (int unit = begin; unit < end; unit++) {
-      const int index = unit / kv.kv_heads, g = unit % kv.kv_heads;
-      const Span& span = spans_[kind].spans[index];
-      const int32_t* blocks = in.block_tables + (size_t)sequence_of_[span.row] * in.table_width;
-      float* part = parts_.data() + index * per_span + (size_t)g * (args.heads / kv.kv_heads) * part_size(D);
-      kernels().attend(kv, args, rows(q).row(span.row), g, span.first, span.last, blocks, part);
-    }
-  };
-  push(std::move(attend));
-  push({[=](const Inputs&, int, int, int begin, int end) {
-          const auto& starts = spans_[kind].starts;
-          for (int r = begin; r < end; r++)
-            for (int h = 0; h < args.heads; h++)
-              kernels().combine(parts_.data() + starts[r] * per_span + (size_t)h * part_size(D), starts[r + 1] - starts[r],
-                                per_span, D, rows(out).row(r) + (size_t)h * D);
-        },
-        {}});
-}
-
 void Program::gated(View gate, View up, Activation activation, View out) {
   push({[=](const Inputs&, int, int, int begin, int end) {
           kernels().gated(rows(gate), rows(up), gate.width, activation, rows(out), begin, end);
@@ -174,39 +136,21 @@ void Program::soft_cap(View x, float cap, View out) {
 }
 
 // Grows the buffers to this step's rows, and computes what depends on positions alone.
-void Program::prepare(const Inputs& in, float* logits) {
+void Program::prepare(const Inputs& in) {
   for (size_t i = 0; i < buffers_.size(); i++) {
     Buffer& b = buffers_[i];
     const size_t need = (size_t)(b.behind_logit_rows ? in.num_logits : in.num_tokens) * b.width;
     const bool is_output = (int)i == output_;
     if (!is_output && b.memory.size() < need) b.memory.assign(need, 0.0f);
-    b.data = is_output ? logits : b.memory.data();
+    b.data = is_output ? outputs_.logits : b.memory.data();
   }
   for (auto& b : quantized_) {
     const int rows = b.behind_logit_rows ? in.num_logits : in.num_tokens;
     const size_t need = (size_t)((rows + kRowBlock - 1) / kRowBlock) * b.groups;
     if (b.memory.size() < need) b.memory.assign(need, {});
   }
-  sequence_of_.resize(in.num_tokens);
-  for (int s = 0; s < in.num_sequences; s++)
-    for (int t = in.query_starts[s]; t < in.query_starts[s + 1]; t++) sequence_of_[t] = s;
-  size_t most_spans = 0;
-  for (auto& kind : spans_) {
-    kind.spans.clear();
-    kind.starts.assign(1, 0);
-    for (int t = 0; t < in.num_tokens; t++) {
-      const int context = in.positions[t] + 1;
-      int first = kind.window && context > kind.window ? context - kind.window : 0;
-      while (first < context) {
-        const int last = std::min(context, (first / kAttentionSpan + 1) * kAttentionSpan);
-        kind.spans.push_back({t, first, last});
-        first = last;
-      }
-      kind.starts.push_back((int32_t)kind.spans.size());
-    }
-    most_spans = std::max(most_spans, kind.spans.size());
-  }
-  if (parts_.size() < most_spans * part_floats_per_span_) parts_.resize(most_spans * part_floats_per_span_);
+  prepare_attention(in);
+  if (peaks_.size() < (size_t)in.num_logits * peaks_per_row_) peaks_.resize((size_t)in.num_logits * peaks_per_row_);
   for (auto& table : rope_tables_) {
     const size_t half = table.inv_freq.size();
     table.cos.resize(in.num_tokens * half);
@@ -238,9 +182,10 @@ void Program::help(int rank, uint32_t generation) {
   }
 }
 
-void Program::run(const Inputs& in, float* logits) {
-  prepare(in, logits);
+void Program::run(const Inputs& in, const Outputs& outputs) {
   inputs_ = &in;
+  outputs_ = outputs;
+  prepare(in);
   pool_.run(*this);
 }
 

@@ -20,11 +20,21 @@ struct Inputs {
   const int64_t* kv_slots;
 };
 
+// What a step gives: logits, the first largest of each row, and whether the row is finite; where not, best means nothing.
+struct Outputs {
+  float* logits;
+  int64_t* best;
+  bool* is_finite;
+};
+
 struct Segment {  // one part of a stacked weight and where its outputs go
   const Weight* weight;
   int offset;
   const float* bias;
 };
+
+constexpr int kRowChunk = 16;  // rows for which a tile of weights is read once
+constexpr size_t kMostPartBytes = 8u << 20;  // of attention's parts
 
 class Program : private Job {
  public:
@@ -51,10 +61,12 @@ class Program : private Job {
   void gated(View gate, View up, Activation activation, View out);
   int logit_rows(View x);  // returns the buffer of the wanted rows; commands that follow run on these alone
   void soft_cap(View x, float cap, View out);
-  void output(View x) { output_ = x.buffer; }  // a whole buffer, written last
+  void head(View x, int quantized, Segment weight, View out);  // a linear layer whose result is the output
+  void output(View x);  // a whole buffer, written last
 
-  // Writes the output [num_logits, width of the output buffer]. Not thread-safe.
-  void run(const Inputs& inputs, float* logits);
+  // Not thread-safe.
+  void run(const Inputs& inputs, const Outputs& outputs);
+  size_t attention_bytes() const { return parts_.capacity() * sizeof(float); }
 
  private:
   const Kernels& kernels() const { return *best_kernels(); }
@@ -71,7 +83,7 @@ class Program : private Job {
   void help(int rank, uint32_t generation) override;
   Rows rows(View v) { return {buffers_[v.buffer].data + v.offset, buffers_[v.buffer].width}; }
   Quantized quantized(int index);
-  void prepare(const Inputs& inputs, float* logits);
+  void prepare(const Inputs& inputs);
 
   Pool& pool_;
   struct Buffer {
@@ -93,13 +105,16 @@ class Program : private Job {
     std::vector<float> cos, sin;
   };
   std::deque<RopeTable> rope_tables_;
-  std::vector<float> parts_;        // of the attention that runs now
-  size_t part_floats_per_span_ = 0;  // the most that any layer's attention needs per row and span
   std::vector<KVLayer> kv_;
   std::vector<Command> commands_;
   std::deque<Slot> slots_;          // one per command
   const Inputs* inputs_ = nullptr;  // of the step that runs
-  // Attention's units: the spans of each row, and where each row's spans begin (one more at the end).
+  Outputs outputs_{};
+  std::vector<float> peaks_;  // of the pieces of each row of logits
+  int peaks_per_row_ = 0;
+  bool has_peaks_ = false;  // the output's own command makes them
+
+  // Attention, in attention.cpp. Its units are the spans of each row; starts says where each row's begin, one more at the end.
   struct Span {
     int32_t row, first, last;
   };
@@ -108,8 +123,23 @@ class Program : private Job {
     std::vector<Span> spans;
     std::vector<int32_t> starts;
   };
-  std::vector<Spans> spans_;  // one per window size that a layer has
+  struct Attention {
+    View q, out;
+    int layer;
+    size_t kind;  // of spans
+    AttentionArgs args;
+    int head_dim;
+  };
+  size_t spans_kind(int window);
+  void prepare_attention(const Inputs& inputs);
+  void attend_span(const Inputs& inputs, const Attention& it, const Span& span, int g, float* part);
+  void attend_row(const Inputs& inputs, const Attention& it, int row, int g, float* parts);
+  std::vector<Spans> spans_;          // one per window size that a layer has
   std::vector<int32_t> sequence_of_;  // per token
+  std::vector<float> parts_;          // of the attention that runs now
+  size_t floats_per_span_ = 0;        // the most that any layer needs per row and span
+  size_t floats_per_rank_ = 0;        // where attends_by_row_
+  bool attends_by_row_ = false;
   bool behind_logit_rows_ = false;
   int output_ = -1;
 };

@@ -89,6 +89,10 @@ inline bool are_finite(F a, F b) {
                                    _mm256_add_ps(_mm256_mul_ps(b.lo, zero), _mm256_mul_ps(b.hi, zero)));
   return _mm256_movemask_ps(_mm256_cmp_ps(sum, sum, _CMP_UNORD_Q)) == 0;
 }
+// a where it is at least b, else 0
+inline F keep_from(F a, F b) {
+  return {_mm256_and_ps(_mm256_cmp_ps(a.lo, b.lo, _CMP_GE_OQ), a.lo), _mm256_and_ps(_mm256_cmp_ps(a.hi, b.hi, _CMP_GE_OQ), a.hi)};
+}
 inline F without_lane(F a, int lane) {
   const __m256i at = _mm256_set1_epi32(lane), low = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   const __m256i high = _mm256_add_epi32(low, _mm256_set1_epi32(8));

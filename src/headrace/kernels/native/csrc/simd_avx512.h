@@ -54,6 +54,8 @@ inline bool are_finite(F a, F b) {
   const F zero = _mm512_add_ps(_mm512_mul_ps(a, _mm512_setzero_ps()), _mm512_mul_ps(b, _mm512_setzero_ps()));
   return _mm512_cmpunord_ps_mask(zero, zero) == 0;
 }
+// a where it is at least b, else 0
+inline F keep_from(F a, F b) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), a); }
 inline F without_lane(F a, int lane) { return _mm512_maskz_mov_ps((__mmask16)(lane >= 0 && lane < 16 ? ~(1u << lane) : ~0u), a); }
 // Stores 32 integral numbers as bytes and returns their sum.
 inline int32_t store_sum_i8(int8_t* p, F a, F b) {

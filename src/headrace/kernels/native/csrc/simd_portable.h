@@ -60,6 +60,8 @@ inline bool are_finite(F a, F b) {
     if (!std::isfinite(a.v[i]) || !std::isfinite(b.v[i])) return false;
   return true;
 }
+// a where it is at least b, else 0
+inline F keep_from(F a, F b) { return map([&](int i) { return a.v[i] >= b.v[i] ? a.v[i] : 0.0f; }); }
 inline F without_lane(F a, int lane) {
   return map([&](int i) { return i == lane ? 0.0f : a.v[i]; });
 }

@@ -1,0 +1,13 @@
+"""Output that must match a grammar: compiles specs and gives masks of allowed tokens, through llguidance.
+
+Front ends compile a request's grammar to refuse a bad one, the engine to follow it (runner/constraints.py). What fields
+a request may have for it is `processing/structured.py`'s.
+"""
+
+from __future__ import annotations
+
+from headrace.grammar.compiler import CompiledGrammar, GrammarCompiler, GrammarError
+from headrace.grammar.matcher import Matcher
+from headrace.grammar.vocabulary import Vocabulary
+
+__all__ = ["CompiledGrammar", "GrammarCompiler", "GrammarError", "Matcher", "Vocabulary"]

@@ -1,0 +1,82 @@
+"""Sequences whose output must match a grammar: one matcher per slot, and what it bans in a step.
+
+`model_runner.py` owns one. Masks are computed in a thread while the forward pass runs: they follow from the tokens
+before it alone. A matcher is fed the sequence's own output, so one that left and came back goes on where it was.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from headrace.grammar import GrammarCompiler, GrammarError, Matcher
+from headrace.transport.plan import NewSequence, StepPlan
+
+Mask = np.ndarray | str
+"""Float32 [V] to add to logits, 0 or -inf; or why there is none."""
+
+FAILED = "the output cannot follow its grammar any more: "
+
+
+class Constraints:
+    """Used by one thread; starts another one with the first grammar."""
+
+    def __init__(self, grammars: GrammarCompiler | None) -> None:
+        self._grammars = grammars
+        self._matchers: dict[int, Matcher | str] = {}  # by slot; a text says why there is none
+        self._pool: ThreadPoolExecutor | None = None
+        self._masks: Future[dict[int, Mask]] | None = None
+
+    def apply(self, plan: StepPlan) -> None:
+        """Lets sequences leave and enter."""
+        if self._matchers:
+            for slot in plan.released:
+                self._matchers.pop(slot, None)
+        for new in plan.new:
+            if new.params.grammar is not None:
+                self._enter(new)
+
+    def _enter(self, new: NewSequence) -> None:
+        assert self._grammars is not None, "the engine refuses grammars that nobody compiles"
+        assert new.params.grammar is not None
+        try:
+            compiled = self._grammars.get(new.params.grammar)
+        except GrammarError as error:
+            self._matchers[new.slot] = str(error)
+            return
+        self._matchers[new.slot] = compiled.matcher(new.token_ids[new.num_prompt_tokens :])
+
+    def begin(self, slots: list[int]) -> None:
+        """Starts on the masks of those that will sample. Ends with `masks`."""
+        assert self._masks is None, "masks are fetched before others are begun"
+        matchers = [(slot, self._matchers[slot]) for slot in slots if slot in self._matchers]
+        if matchers:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(1, thread_name_prefix="masks")
+            self._masks = self._pool.submit(_masks, matchers)
+
+    def masks(self) -> dict[int, Mask]:
+        """By slot, what `begin` has started."""
+        masks, self._masks = self._masks, None
+        return {} if masks is None else masks.result()
+
+    def append(self, slots: list[int], token_ids: list[int]) -> None:
+        """These slots have got one more token each."""
+        if not self._matchers:
+            return
+        for slot, token_id in zip(slots, token_ids, strict=True):
+            matcher = self._matchers.get(slot)
+            if isinstance(matcher, Matcher):
+                matcher.accept(token_id)
+
+
+def _masks(matchers: list[tuple[int, Matcher | str]]) -> dict[int, Mask]:
+    return {slot: _mask(matcher) for slot, matcher in matchers}
+
+
+def _mask(matcher: Matcher | str) -> Mask:
+    if isinstance(matcher, str):
+        return FAILED + matcher
+    mask = matcher.mask()
+    return mask if mask is not None else FAILED + (matcher.error or "for no known reason")
