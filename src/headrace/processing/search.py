@@ -25,7 +25,7 @@ class Found:
     """What some tokens have brought."""
 
     content: str
-    reasoning: str
+    reasoning: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
 
@@ -57,6 +57,7 @@ class TokenSearch:
         self, token_ids: Sequence[int], num_shown: int, logprobs: list[TokenLogprob] | None, *, is_last: bool
     ) -> Found:
         """Where a match ends does not depend on how many tokens come at once. `num_shown`: tokens with a text."""
+        thinking, matcher = self._thinking, self._matcher
         parts = []
         for index, token_id in enumerate(token_ids):
             if index < num_shown:
@@ -64,34 +65,33 @@ class TokenSearch:
             else:
                 text = self._detokenizer.flush()
                 offset = len(text)
-            before, position = self._phase(), self._next_position(offset)
-            parts.append(self._match(text[:offset]))  # text of earlier tokens, held back until now
+            position = self._num_chars + offset
+            if thinking is not None:
+                before = thinking.phase
+                position += thinking.num_held
+            if offset:
+                parts.append(self._match(text[:offset]))  # text of earlier tokens, held back until now
+                text = text[offset:]
             self._num_seen += 1
-            parts.append(self._match(text[offset:]))
-            if before is not Phase.ANSWER:
-                position = self._position_after(before, position)
-                self.num_reasoning_tokens += before is self._phase() is Phase.THINKING and index < num_shown
+            parts.append(self._match(text))
+            if thinking is not None and before is not Phase.ANSWER:
+                position = self._position_after(thinking, before, position)
+                self.num_reasoning_tokens += before is thinking.phase is Phase.THINKING and index < num_shown
             self._waiting.append((position, token_id, logprobs[index] if logprobs else None))
-            if self.matched is not None:
+            if matcher.matched is not None:
                 break
         if is_last and self.matched is None:
             parts.append(self._finish())
-        found = Found("".join(parts), "".join(self._reasoning))
-        self._reasoning.clear()
+        found = Found("".join(parts))
+        if self._reasoning:
+            found.reasoning = "".join(self._reasoning)
+            self._reasoning.clear()
         self._release(found, is_last=is_last, has_logprobs=logprobs is not None)
         return found
 
-    def _phase(self) -> Phase:
-        return Phase.ANSWER if self._thinking is None else self._thinking.phase
-
-    def _next_position(self, offset: int) -> int:
-        num_held = 0 if self._thinking is None else self._thinking.num_held
-        return self._num_chars + num_held + offset
-
-    def _position_after(self, before: Phase, position: int) -> int:
+    def _position_after(self, thinking: ReasoningParser, before: Phase, position: int) -> int:
         """Where a token's text begins that came before the answer, now that more is known."""
-        assert self._thinking is not None, "without thoughts everything is the answer"
-        if not self._thinking.has_thought:
+        if not thinking.has_thought:
             return position
         if before is Phase.START:
             self._waiting = deque((_BEFORE_CONTENT, *rest) for _, *rest in self._waiting)  # type: ignore[misc]
@@ -102,9 +102,6 @@ class TokenSearch:
             reasoning, text = self._thinking.feed(text)
             if reasoning:
                 self._reasoning.append(reasoning)
-        return self._match_content(text)
-
-    def _match_content(self, text: str) -> str:
         self._num_chars += len(text)
         return self._matcher.push(text, armed=self._num_seen > self._min_tokens)
 
@@ -113,7 +110,8 @@ class TokenSearch:
         if self._thinking is not None and self.matched is None:
             reasoning, rest = self._thinking.finish()
             self._reasoning.append(reasoning)
-            text += self._match_content(rest)
+            self._num_chars += len(rest)
+            text += self._matcher.push(rest, armed=self._num_seen > self._min_tokens)
         return text if self.matched is not None else text + self._matcher.flush()
 
     def _release(self, found: Found, *, is_last: bool, has_logprobs: bool) -> None:

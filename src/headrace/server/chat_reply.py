@@ -97,7 +97,7 @@ class ChatReply:
             unsent.add(delta)
         if unsent.text or unsent.reasoning or unsent.calls:
             frames.append(self._content_frame(index, unsent, usage))
-            self._unsent[index] = unsent = self._after(unsent)
+            unsent.drop_sent()
         if unsent.finish_reason is not None:
             frames.append(self._finish_frame(index, unsent, usage))
         return b"".join(frames)
@@ -130,15 +130,6 @@ class ChatReply:
             self._token_ids_json(unsent.token_ids) + (b"," + encode(spans)[1:-1] if spans else b""),
         )
         return self._writer.frame(choice, usage, self._prompt_json(unsent) + version_json(unsent))
-
-    def _after(self, sent: ChoiceParts) -> ChoiceParts:
-        """What is left to send; rows of the prompt have gone out with the first content."""
-        return ChoiceParts(
-            has_calls=sent.has_calls,
-            finish_reason=sent.finish_reason,
-            stop_reason=sent.stop_reason,
-            versions=sent.versions,
-        )
 
     # ------------------------------------------------------------------ parts of both
 

@@ -88,6 +88,10 @@ class Generation:
                 choices[delta.choice].add(delta)
         return choices
 
+    def note_error(self, code: str) -> None:
+        """For log and trace: the reply fails for a reason that no choice has."""
+        self._state["log"]["error"] = code
+
     def abandon(self) -> None:
         """The client has gone."""
         self._stream.close("disconnect")

@@ -82,7 +82,8 @@ class ResponseStore:
 
     def messages(self, response_id: str, owner: bytes) -> list[dict[str, Any]]:
         """The conversation up to and with it. Raises NotFound."""
-        messages: list[dict[str, Any]] = msgspec.json.decode(self._find(response_id, owner).messages)
+        stored = self._find(response_id, owner, "previous_response_id")
+        messages: list[dict[str, Any]] = msgspec.json.decode(stored.messages)
         return messages
 
     def delete(self, response_id: str, owner: bytes) -> None:
@@ -90,13 +91,13 @@ class ResponseStore:
         self._num_bytes -= self._find(response_id, owner).num_bytes
         del self._stored[response_id]
 
-    def _find(self, response_id: str, owner: bytes) -> _Stored:
+    def _find(self, response_id: str, owner: bytes, param: str = "response_id") -> _Stored:
         stored = self._stored.get(response_id)
         if stored is None or stored.owner != owner:
             raise NotFound(
                 f"No response {shown(response_id)} is kept here: it was never stored, was deleted or is too old (see "
                 "--response-store-bytes), or another front end has it (--api-servers).",
-                param="previous_response_id",
+                param=param,
                 code="response_not_found",
             )
         return stored

@@ -116,6 +116,18 @@ class ChoiceParts:
             self.finish_reason = delta.finish_reason
             self.stop_reason = delta.stop_reason
 
+    def drop_sent(self) -> None:
+        """Keeps what describes the whole choice, and not what has gone out."""
+        self.text, self.token_ids = [], []
+        if self.reasoning:
+            self.reasoning = []
+        if self.calls:
+            self.calls = []
+        if self.logprobs:
+            self.logprobs = []
+        if self.prompt_logprobs:
+            self.prompt_logprobs = []
+
     def _add_calls(self, calls: Sequence[ToolCallDelta]) -> None:
         for call in calls:
             if not self.calls or self.calls[-1].index != call.index:

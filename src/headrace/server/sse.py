@@ -107,6 +107,7 @@ class EventStream(Response):
         except Exception:
             fields = {"request_id": self._generation.log_id}
             logger.exception("stream failed", extra={"headrace_fields": fields})
+            self._generation.note_error("internal_error")
             tail = self._reply.fail(internal_error(), self._generation.usage)
         await send({"type": "http.response.body", "body": tail, "more_body": False})
 

@@ -3,7 +3,8 @@
 /livez             200 while the event loop turns
 /readyz, /health   200, or 503 with the reasons: starting, draining, engine_dead, engine_stalled, ...
 /ping              the same, also by POST
-/health_generate   one token through the real queue, first in line; 503 or 504 with the reason after 4.5 s at most
+/health_generate   one token through the real queue, first in line; 503 or 504 with the reason after 4.5 s at most;
+                   while paused 200 without a token
 /version
 """
 
@@ -49,6 +50,8 @@ async def health_generate(request: Request) -> Response:
     context = context_of(request)
     if context.reasons():
         return _readiness(context)
+    if context.client.status().is_paused:  # a token would wait for the trainer; whoever kills for that kills the healthy
+        return json_response({"status": "paused", "reasons": []})
     info = context.client.info
     token_id = next(iter(context.tokenizer.encode("a", add_special_tokens=False)), 0)
     public_id, aliases = request_names("health", None)
