@@ -21,6 +21,7 @@ COMMANDS = {
     "serve": ("headrace.cli.serve", "serve a model through an OpenAI-compatible API"),
     "chat": ("headrace.cli.chat", "talk to a model in the terminal"),
     "complete": ("headrace.cli.complete", "complete one prompt and print the text"),
+    "run-batch": ("headrace.cli.run_batch", "answer a file of requests in OpenAI's batch format"),
     "ctl": ("headrace.cli.ctl", "pause, refresh, put to sleep and ask a running server"),
     "pull": ("headrace.cli.pull", "fetch a model into the cache"),
     "bench": ("headrace.cli.bench", "measure a server, or the engine alone"),

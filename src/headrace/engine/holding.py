@@ -37,8 +37,8 @@ class Holding:
         return not self.is_closed and any(request.is_prepared for request in self._requests)
 
     def keep(self, request: Request) -> None:
-        """Holds a new request, if it must wait."""
-        if self.is_closed or not request.is_prepared:
+        """Holds a new request, if it must wait, or to look at how its preparation went."""
+        if self.is_closed or request.preparation is not None:
             self._requests[request] = None
 
     def ready(self) -> list[Request]:

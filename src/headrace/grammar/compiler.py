@@ -26,6 +26,8 @@ WHITESPACE: Final = r"[ \n\r\t]{0,32}"
 _SCHEMA_OPTIONS: Final = {"whitespace_pattern": WHITESPACE}
 _FORCED_OPTIONS: Final = {"lenient": False}  # what a schema says and we cannot hold is an error
 
+_DEAD_END: Final = "NoExtension"  # llguidance's word for a state that nothing leads on from
+
 
 class GrammarError(Exception):
     """A grammar that cannot be followed; says why, in the words of llguidance where they are its."""
@@ -110,9 +112,9 @@ class GrammarCompiler:
         compiled = CompiledGrammar(spec, matcher, self._vocab_size)
         first = compiled.matcher()
         mask = first.mask()
-        if mask is None:
+        if mask is None and not (first.error or "").startswith(_DEAD_END):
             raise GrammarError(first.error or "it has failed")
-        if not (mask == 0).any():
+        if mask is None or not (mask == 0).any():
             raise GrammarError("no text matches it")
         self._alive[spec] = compiled
         return compiled

@@ -24,7 +24,7 @@ class Matcher:
     @property
     def error(self) -> str | None:
         """Why it cannot go on; None while it can."""
-        return first_line(self._matcher.get_error()) if self._matcher.is_error() else None
+        return reason_of(self._matcher.get_error()) if self._matcher.is_error() else None
 
     @property
     def is_complete(self) -> bool:
@@ -44,9 +44,10 @@ class Matcher:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             return None
-        return _EIGHT[bits].reshape(-1)[: self._vocab_size]
+        return np.take(_EIGHT, bits, axis=0, mode="clip").reshape(-1)[: self._vocab_size]  # "clip" is the fast mode
 
 
-def first_line(message: str) -> str:
-    """llguidance's reason without its picture of the place."""
-    return message.strip().split("\n", 1)[0][:300]
+def reason_of(message: str) -> str:
+    """llguidance's reason on one line, without its picture of the place."""
+    first, *others = message.strip().split("\n")
+    return " ".join([first, *(line for line in others if line.startswith("error:"))])[:400]

@@ -60,6 +60,7 @@ class TextDelta:
             or self.finish_reason is not None
             or self.num_cached_tokens is not None
             or self.queue_s is not None
+            or self.weights_versions
             or self.reasoning
             or self.calls
         )

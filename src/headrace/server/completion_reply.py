@@ -79,9 +79,7 @@ class CompletionReply:
             frames.append(self._text_frame(index, unsent, usage, is_first))
             is_first = False
             self._started.add(index)
-            self._unsent[index] = unsent = ChoiceParts(
-                finish_reason=unsent.finish_reason, stop_reason=unsent.stop_reason, versions=unsent.versions
-            )
+            unsent.drop_sent()
         if unsent.finish_reason is not None:
             frames.append(self._text_frame(index, unsent, usage, is_first, is_last=True))
         return b"".join(frames)

@@ -57,8 +57,11 @@ class ResponseStore:
         return self._num_bytes
 
     def begin(self, response_id: str, response: OpenResponse) -> None:
-        """It is forgotten with its last reference, when the request is over."""
+        """One whose sender has gone is forgotten with its last reference."""
         self._open[response_id] = response
+
+    def finish(self, response_id: str) -> None:
+        self._open.pop(response_id, None)
 
     def open(self, response_id: str, owner: bytes) -> OpenResponse | None:
         found = self._open.get(response_id)
@@ -67,7 +70,6 @@ class ResponseStore:
     def put(self, response_id: str, owner: bytes, response: dict[str, Any], messages: Sequence[dict[str, Any]]) -> None:
         """Keeps it, unless it is larger than all that may be kept."""
         stored = _Stored(owner, msgspec.json.encode(response), msgspec.json.encode(messages))
-        self._open.pop(response_id, None)
         if stored.num_bytes > self.max_bytes:
             return
         self._stored[response_id] = stored

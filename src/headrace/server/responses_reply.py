@@ -42,7 +42,8 @@ class ResponseShape:
     params: SamplingParams
     messages: Sequence[Message]  # the conversation without the instructions
     owner: bytes
-    store: ResponseStore | None  # None: it is not kept
+    store: ResponseStore
+    is_kept: bool
 
 
 class ResponsesReply:
@@ -71,7 +72,8 @@ class ResponsesReply:
     def _ended(self, parts: ChoiceParts, usage: Usage) -> dict[str, Any]:
         """The response at its end, which is kept now."""
         shape, response = self._shape, self._response(parts, usage)
-        if shape.store is not None:
+        shape.store.finish(shape.id)
+        if shape.is_kept:
             shape.store.put(shape.id, shape.owner, response, [*shape.messages, _own_message(parts)])
         return response
 
@@ -99,7 +101,7 @@ class ResponsesReply:
             "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
             "safety_identifier": body.safety_identifier,
             "service_tier": "default",
-            "store": shape.store is not None,
+            "store": shape.is_kept,
             "temperature": shape.params.temperature,
             "text": {"format": {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
@@ -175,6 +177,7 @@ class ResponsesReply:
     def fail(self, info: ErrorInfo, usage: Usage) -> bytes:
         code = "rate_limit_exceeded" if info.status == 429 else "server_error"
         error = {"code": code, "message": info.message}
+        self._shape.store.finish(self._shape.id)
         return self._event("response.failed", response=self._response(self._parts, usage, error))
 
     def _event(self, kind: str, **members: Any) -> bytes:

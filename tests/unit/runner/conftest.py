@@ -92,13 +92,18 @@ class Running:
 class Driver:
     """Makes plans and applies results, as an engine without policy would."""
 
-    def __init__(self, max_num_seqs: int = 20, num_blocks: int = 400) -> None:
+    def __init__(self, max_num_seqs: int = 20, num_blocks: int = 400, grammars: Any = None) -> None:
         self.backend = HistoryBackend()
         model = SimpleNamespace(
             decoder=object(), kv_spec=KVSpec(1, 1, 1), vocab_size=VOCAB_SIZE, max_model_len=512, eos_token_ids=(1,)
         )
         self.runner = ModelRunner(
-            model, self.backend, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs
+            model,
+            self.backend,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=max_num_seqs,
+            grammars=grammars,
         )
         # Falling ids from a pool: tables are never consecutive, and blocks are used again with old contents in them.
         self._free = list(range(num_blocks))

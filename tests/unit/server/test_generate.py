@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.client.base import Delta
-from headrace.testing.front_end import FakeClient, FrontEnd, events, says
+from headrace.testing.front_end import VOCAB_SIZE, FakeClient, FrontEnd, events, rows, says
 from headrace.transport.messages import Submit
 from headrace.types import FinishReason
 
@@ -83,9 +83,8 @@ async def test_logprobs_of_output_and_prompt(front_end: FrontEnd) -> None:
     assert meta["output_token_logprobs"][0] == [-0.5, ord("H"), None]
     assert meta["input_token_logprobs"] == []
     assert front_end.submit.params.prompt_logprobs is None
-    first, second = await generate(
-        front_end, text=["ab", "cd"], return_logprob=[True, False], logprob_start_len=[0, -1]
-    )
+    fields = {"return_logprob": [True, False], "logprob_start_len": [0, -1]}
+    first, second = await generate(front_end, text=["ab", "cd"], **fields)
     assert len(first["meta_info"]["input_token_logprobs"]) == 2
     assert "output_token_logprobs" not in second["meta_info"]
 
@@ -103,8 +102,6 @@ async def test_logprobs_of_chosen_tokens_need_the_vocabulary(make: Make) -> None
     assert await refused(make(), text="Hi", return_logprob=True, token_ids_logprob=[5]) == "token_ids_logprob"
 
     def script(submit: Submit) -> Iterable[list[Delta]]:
-        from headrace.testing.front_end import VOCAB_SIZE, rows
-
         assert submit.params.logprobs == -1
         yield [Delta(0, [9], logprobs=rows([9], VOCAB_SIZE), finish_reason=FinishReason.LENGTH)]
 
@@ -144,8 +141,20 @@ async def test_fields_that_are_not_served_are_named(front_end: FrontEnd) -> None
         assert await refused(front_end, text="Hi", **{field: value}) == field
         await generate(front_end, text="Hi", **{field: None})
     await generate(front_end, text="Hi", return_routed_experts=False, image_data=[])
-    for field in ("json_schema", "regex", "ebnf", "structural_tag"):
-        assert await refused(front_end, text="Hi", sampling_params={field: "x"}) == f"sampling_params.{field}"
+
+
+async def test_the_form_of_the_output_is_the_engine_s_to_keep(front_end: FrontEnd) -> None:
+    schema = {"type": "object"}
+    for field, value in (("json_schema", '{"type": "object"}'), ("json_schema", schema), ("regex", "a+")):
+        await generate(front_end, text="Hi", sampling_params={field: value})
+        assert front_end.submit.params.grammar is not None
+        assert await refused(front_end, text="Hi", sampling_params={field: value, "guided_regex": "b"})
+    assert await refused(front_end, text="Hi", sampling_params={"regex": "("}) == "sampling_params.regex"
+    await front_end.post("/generate/", {"prompts": ["a"], "structured_outputs_regex": "a+"})
+    assert front_end.submit.params.grammar is not None
+    sampling = {"structured_outputs": {"regex": "a+"}}
+    await front_end.post("/inference/v1/generate", {"token_ids": [1], "sampling_params": sampling})
+    assert front_end.submit.params.grammar is not None
 
 
 @pytest.mark.parametrize(
@@ -182,7 +191,6 @@ async def test_trl_generates_for_many_prompts(front_end: FrontEnd) -> None:
     assert reply["logprobs"][0] == [[-0.5]] * 5
     assert (await front_end.post("/generate/", {"prompts": ["a"], "logprobs": None})).json()["logprobs"] is None
     assert await refused(front_end, "/generate/", prompts=["a"], images=[["x"]]) == "images"
-    assert await refused(front_end, "/generate/", prompts=["a"], structured_outputs_regex="x")
     assert await refused(front_end, "/generate/", prompts=None) == "prompts"
 
 
@@ -212,7 +220,7 @@ async def test_vllm_s_tokens_in_tokens_out(front_end: FrontEnd) -> None:
         )
     )
     choices = [frame["choices"][0] for frame in frames]
-    assert sum((choice["token_ids"] for choice in choices), []) == list(b"Hello")
+    assert [token_id for choice in choices for token_id in choice["token_ids"]] == list(b"Hello")
     assert choices[-1]["weight_versions"] == SPAN
     assert frames[0]["prompt_logprobs"] == reply["prompt_logprobs"]
     assert usage["usage"] == reply["usage"]

@@ -1,4 +1,4 @@
-"""/v1/messages and count_tokens: what reaches the model, the reply, the events of a stream, errors in Anthropic's shape."""
+"""/v1/messages and count_tokens: what reaches the model, the reply, the events of a stream, Anthropic's errors."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Reader:
         self._is_last = False
         self._content: list[str] = []
         self._calls: list[ToolCallDelta] = []
-        self._space = ""  # white space that a call may follow
+        self._space: list[str] = []  # white space that a call may follow
         self._is_after_call = False
         self._num_calls = 0
         self.is_in_call = False
@@ -70,8 +70,8 @@ class Reader:
             self._pos = len(self._text)
             self.reject()
         if self._is_last and not self._is_after_call:
-            self._content.append(self._space)
-            self._space = ""
+            self._content += self._space
+            self._space = []
         out = ToolOutput("".join(self._content), self._calls)
         self._content, self._calls = [], []
         return out
@@ -95,7 +95,7 @@ class Reader:
         self.accept()
         self._calls.append(ToolCallDelta(self._num_calls, id or self._new_id(), name))
         self._num_calls += 1
-        self._space, self._is_after_call, self.is_in_call = "", True, True
+        self._space, self._is_after_call, self.is_in_call = [], True, True
 
     def add_arguments(self, text: str) -> None:
         """Of the call that was opened last."""
@@ -114,14 +114,12 @@ class Reader:
             self.reject()
 
     def _say(self, text: str) -> None:
-        text = self._space + text
-        if self._is_after_call:
-            text = text.lstrip(SPACE)
-            self._is_after_call = not text
         shown = text.rstrip(SPACE)
-        self._space = text[len(shown) :]
         if shown:
-            self._content.append(shown)
+            self._content += [*self._space, shown.lstrip(SPACE) if self._is_after_call else shown]
+            self._space, self._is_after_call = [], False
+        if len(shown) < len(text) and not self._is_after_call:
+            self._space.append(text[len(shown) :])
 
     # ------------------------------------------------------------------ reading
 

@@ -22,10 +22,11 @@ from headrace.server.dialects import (
     vllm_generate,
 )
 
-__all__ = ["dialect_routers"]
+__all__ = ["dialect_routers", "generation_routers"]
 
 
 def dialect_routers() -> tuple[APIRouter, ...]:
+    """Those of operators and trainers, and a few probes."""
     return (
         sglang_weights.router,
         sglang.router,
@@ -37,7 +38,9 @@ def dialect_routers() -> tuple[APIRouter, ...]:
         areal.router,
         fastdeploy.router,
         fastdeploy.legacy,
-        generate.router,
-        trl_generate.router,
-        vllm_generate.router,
     )
+
+
+def generation_routers() -> tuple[APIRouter, ...]:
+    """Those that a user may call."""
+    return generate.router, trl_generate.router, vllm_generate.router

@@ -31,10 +31,12 @@ from headrace.server.protocol.generate import (
     num_logprobs,
 )
 from headrace.server.protocol.replies import GenerateOutput
+from headrace.server.routes.options import constrained, with_grammar
 from headrace.types import ALL_LOGPROBS
 
 router = APIRouter(dependencies=[Depends(require_user)], tags=["Inference"])
 PREFIX = "generate"
+LOGPROB_NAMES = {"logprobs": "top_logprobs_num", "prompt_logprobs": "top_logprobs_num"}
 
 
 @router.put("/generate", include_in_schema=False)
@@ -51,6 +53,7 @@ async def generate(request: Request) -> Response:
     sampling = parse_model(
         request, GenerateSampling, without_idle(body.sampling(), GenerateSampling), prefix=f"{SAMPLING}."
     )
+    grammar = sampling.constraint()
     context = context_of(request)
     wishes = body.wishes(len(prompts), context.client.info.vocab_size)
     _check_wishes(context, wishes)
@@ -68,7 +71,7 @@ async def generate(request: Request) -> Response:
         priority=body.priority or 0,
         cache_salt=body.extra_key,
         trace_parent=context.trace_parent,
-        names={**sampling.names, **_logprob_names(sampling.names), "prompt": body.prompt_field},
+        names=with_grammar({**sampling.names, **LOGPROB_NAMES, "prompt": body.prompt_field}, grammar),
     )
 
     def make_reply(prepared: PreparedRequest, created: int) -> GenerateReply:
@@ -87,7 +90,7 @@ async def generate(request: Request) -> Response:
 
     job = Job(
         source=prompts,
-        params=sampling.params(*num_logprobs(wishes)),
+        params=constrained(sampling.params(*num_logprobs(wishes)), grammar),
         options=options,
         is_stream=bool(body.stream),
         make_reply=make_reply,
@@ -108,7 +111,3 @@ def _check_wishes(context: ServerContext, wishes: list[LogprobWish | None]) -> N
             param="token_ids_logprob",
             code="unsupported_field",
         )
-
-
-def _logprob_names(names: dict[str, str]) -> dict[str, str]:
-    return {name: "top_logprobs_num" for name in ("logprobs", "prompt_logprobs") if name in names}

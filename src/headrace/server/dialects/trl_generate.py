@@ -23,6 +23,7 @@ from headrace.server.context import context_of
 from headrace.server.generation import Job, answer
 from headrace.server.keys import require_user
 from headrace.server.protocol.common import STRINGS, UNSUPPORTED_EVERYWHERE, GenerationRequest
+from headrace.server.routes.options import constrained, with_grammar
 from headrace.server.shape import ChoiceParts
 from headrace.server.sse import error_end
 from headrace.types import Usage
@@ -31,6 +32,7 @@ router = APIRouter(dependencies=[Depends(require_user)], include_in_schema=False
 
 DEFAULT_MAX_TOKENS = 16
 KWARGS = "generation_kwargs"
+REGEX_FIELDS = ("guided_decoding_regex", "structured_outputs_regex")
 _TEXT_ONLY = "the served model reads text alone."
 
 
@@ -39,13 +41,13 @@ class TrlRequest(GenerationRequest):
 
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
         **UNSUPPORTED_EVERYWHERE,
-        "structured_outputs_regex": "constrained output is not available on this route; remove the field.",
-        "guided_decoding_regex": "constrained output is not available on this route; remove the field.",
         "images": _TEXT_ONLY,
         "stream": "the reply comes whole.",
     }
 
     logprobs: int | None = Field(0, description="Of each token and the N most likely; null: none.")
+    structured_outputs_regex: str | None = Field(None, description="As guided_regex.")
+    guided_decoding_regex: str | None = Field(None, description="The older name.")
     generation_kwargs: dict[str, Any] | None = Field(None, description="Further sampling fields; they win.")
 
 
@@ -97,6 +99,9 @@ async def generate(request: Request, data: dict[str, Any]) -> Response:
 
 def _merged(data: dict[str, Any], prompts: str) -> dict[str, Any]:
     """With the fields of `generation_kwargs`, which hold sampling fields alone."""
+    for name in REGEX_FIELDS:
+        if data.get(name) is not None:
+            data = {**data, "guided_regex": data[name]}
     images = data.get("images")
     if images is None or (isinstance(images, list) and not any(images)):
         data = {name: value for name, value in data.items() if name != "images"}
@@ -108,6 +113,7 @@ def _merged(data: dict[str, Any], prompts: str) -> dict[str, Any]:
 
 async def _answer(request: Request, body: TrlRequest, source: Sequence[Prompt], prompt_field: str) -> Response:
     body.check_common()
+    grammar = body.grammar()
     options = RequestOptions(
         prefix="trl",
         name=keep_request_id(request, body.request_id),
@@ -117,11 +123,11 @@ async def _answer(request: Request, body: TrlRequest, source: Sequence[Prompt], 
         timeout_s=body.timeout_s,
         cache_salt=body.cache_salt,
         trace_parent=context_of(request).trace_parent,
-        names={"prompt": prompt_field},
+        names=with_grammar({"prompt": prompt_field}, grammar),
     )
     job = Job(
         source=source,
-        params=body.sampling_params({}, logprobs=body.logprobs),
+        params=constrained(body.sampling_params({}, logprobs=body.logprobs), grammar),
         options=options,
         is_stream=False,
         make_reply=lambda prepared, _: TrlReply(prepared.submit.prompts, prepared.submit.params.logprobs is not None),

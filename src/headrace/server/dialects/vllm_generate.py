@@ -23,6 +23,7 @@ from headrace.server.logprobs import chat_logprobs, prompt_logprobs
 from headrace.server.openapi import describe
 from headrace.server.protocol.replies import TokenGeneration
 from headrace.server.protocol.token_generate import DEFAULT_MAX_TOKENS, SAMPLING, TokenGenerateRequest, TokenSampling
+from headrace.server.routes.options import constrained, with_grammar
 from headrace.server.shape import ChoiceParts, usage_object
 from headrace.server.sse import DONE, encode, error_end
 from headrace.types import SamplingParams, Usage
@@ -38,6 +39,7 @@ async def generate(request: Request) -> Response:
     context.model_name(body.model)
     body.check()
     sampling = parse_model(request, TokenSampling, body.sampling_params or {}, prefix=f"{SAMPLING}.")
+    found = sampling.grammar()
     name = keep_request_id(request, body.request_id)
     fields = {field: f"{SAMPLING}.{field}" for field in SamplingParams.__struct_fields__}
     options = RequestOptions(
@@ -48,11 +50,11 @@ async def generate(request: Request) -> Response:
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
         trace_parent=context.trace_parent,
-        names={**fields, "prompt": "token_ids"},
+        names=with_grammar({**fields, "prompt": "token_ids"}, found and (found[0], f"{SAMPLING}.{found[1]}")),
     )
     job = Job(
         source=[body.token_ids],
-        params=sampling.sampling_params({}, logprobs=sampling.logprobs),
+        params=constrained(sampling.sampling_params({}, logprobs=sampling.logprobs), found),
         options=options,
         is_stream=bool(body.stream),
         make_reply=lambda prepared, _: TokenReply(prepared, body.include_usage),

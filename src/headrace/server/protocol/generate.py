@@ -14,8 +14,10 @@ from pydantic import Field, WithJsonSchema
 
 from headrace.errors import InvalidRequest
 from headrace.processing.checks import check_bool, check_int, check_name, check_token_ids, refusal
+from headrace.processing.structured import Found, conflict, grammar_of
 from headrace.server.protocol.common import (
     INT32_MAX,
+    SCHEMA,
     STRINGS,
     TOKEN_LISTS,
     UNSUPPORTED_EVERYWHERE,
@@ -28,7 +30,7 @@ DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
 NO_INPUT_LOGPROBS = -1
 SAMPLING = "sampling_params"
 _TEXT_ONLY = "the served model reads text alone."
-_GRAMMAR = "constrained output is not available on this route; remove the field."
+GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}  # and what `structured_outputs` calls them
 FLAGS = {"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"type": "boolean"}}]}
 COUNTS = {"anyOf": [{"type": "integer"}, {"type": "array", "items": {"type": "integer"}}]}
 OBJECTS = {"anyOf": [{"type": "object"}, {"type": "array", "items": {"type": "object"}}]}
@@ -39,14 +41,14 @@ class GenerateSampling(GenerationRequest):
 
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
         **UNSUPPORTED_EVERYWHERE,
-        "json_schema": _GRAMMAR,
-        "regex": _GRAMMAR,
-        "ebnf": _GRAMMAR,
         "stop_regex": "use stop.",
         "custom_params": "there are no custom logit processors.",
         "beam_width": "only sampling is available.",
     }
 
+    json_schema: Annotated[Any, WithJsonSchema(SCHEMA)] = Field(None, description="As a text or an object.")
+    regex: str | None = None
+    ebnf: str | None = None
     max_new_tokens: int | None = Field(None, description="0: nothing is generated, the prompt is scored.")
     min_new_tokens: int | None = None
     sampling_seed: int | None = None
@@ -59,6 +61,20 @@ class GenerateSampling(GenerationRequest):
         if self.seed is None:
             own["seed"] = "sampling_seed"
         return {name: f"{SAMPLING}.{own.get(name, name)}" for name in SamplingParams.__struct_fields__}
+
+    def constraint(self) -> Found | None:
+        """What the output must match, and the field that says so."""
+        found = [(kind, field) for field, kind in GRAMMARS.items() if getattr(self, field) is not None]
+        if len(found) > 1:
+            raise conflict(*(f"{SAMPLING}.{field}" for _, field in found[:2]))
+        others = self.grammar()
+        if not found:
+            return others and (others[0], f"{SAMPLING}.{others[1]}")
+        kind, field = found[0]
+        if others is not None:
+            raise conflict(f"{SAMPLING}.{field}", f"{SAMPLING}.{others[1]}")
+        spec = grammar_of({"structured_outputs": {kind: getattr(self, field)}})
+        return spec and (spec[0], f"{SAMPLING}.{field}")
 
     def params(self, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
         """Not validated yet. Scoring alone takes one token, which the reply leaves out."""
@@ -145,7 +161,12 @@ class GenerateRequest(RequestModel):
             return self.text
         if not isinstance(self.input_ids, list) or not self.input_ids:
             raise refusal("input_ids", self.input_ids, "a list of token ids or a list of such lists")
-        return [self.input_ids] if self.is_single else self.input_ids
+        if self.is_single:
+            return [self.input_ids]
+        for index, ids in enumerate(self.input_ids):
+            if not isinstance(ids, list):
+                raise refusal(f"input_ids[{index}]", ids, "a list of token ids")
+        return self.input_ids
 
     def sampling(self) -> dict[str, Any]:
         """The one object, unread. Of a list, all must be equal."""

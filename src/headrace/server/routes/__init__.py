@@ -10,7 +10,8 @@ __all__ = ["all_routers"]
 
 
 def all_routers() -> tuple[APIRouter, ...]:
-    from headrace.server.dialects import dialect_routers  # some of them answer with these routes' own functions
+    # some dialects answer with these routes' own functions
+    from headrace.server.dialects import dialect_routers, generation_routers
 
     modules = (chat, completions, responses, messages, models, tokenize, health, metrics, control)
-    return (*(module.router for module in modules), *dialect_routers())
+    return (*(module.router for module in modules), *generation_routers(), *dialect_routers())

@@ -50,7 +50,9 @@ async def health_generate(request: Request) -> Response:
     context = context_of(request)
     if context.reasons():
         return _readiness(context)
-    if context.client.status().is_paused:  # a token would wait for the trainer; whoever kills for that kills the healthy
+    if (
+        context.client.status().is_paused
+    ):  # a token would wait for the trainer; whoever kills for that kills the healthy
         return json_response({"status": "paused", "reasons": []})
     info = context.client.info
     token_id = next(iter(context.tokenizer.encode("a", add_special_tokens=False)), 0)

@@ -51,7 +51,8 @@ async def create_response(request: Request) -> Response:
             params=prepared.submit.params,
             messages=messages,
             owner=owner,
-            store=None if body.store is False or not store.max_bytes else store,
+            store=store,
+            is_kept=body.store is not False and store.max_bytes > 0,
         )
         reply = ResponsesReply(shape)
         store.begin(response_id, reply)

@@ -1,0 +1,131 @@
+"""tool_choice: required and named functions. What the grammar lets through, the format's parser reads as calls."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.errors import InvalidRequest
+from headrace.grammar import GrammarCompiler
+from headrace.processing.lark import to_engine_form
+from headrace.processing.tools import tool_parsers
+from headrace.processing.tools.forced import tool_choice_grammar
+from headrace.processing.vocabulary import vocabulary_of
+from headrace.testing.bytes import byte_tokenizer
+from headrace.types import GrammarSpec
+
+TOKENIZER = byte_tokenizer()
+COMPILER = GrammarCompiler(lambda: vocabulary_of(TOKENIZER), 260, TOKENIZER.eos_token_ids)
+FORMS = ["hermes", "ernie_x1", "llama3_json", "mistral"]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "wéather",
+            "parameters": {
+                "$defs": {"unit": {"enum": ["C", "F"]}},
+                "type": "object",
+                "properties": {
+                    "unit": {"$ref": "#/$defs/unit"},
+                    "days": {"type": "integer", "maximum": 9, "minimum": 0},
+                },
+                "required": ["unit", "days"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "stop"}},
+]
+NAMED = {"type": "function", "function": {"name": "wéather"}}
+
+
+def say(spec: GrammarSpec, seed: int, most: int = 400) -> str:
+    """A text at random that the grammar lets through; it ends as soon as it may."""
+    rng = np.random.default_rng(seed)
+    matcher = COMPILER.get(to_engine_form(spec, lambda _: None)).matcher()
+    output: list[int] = []
+    while len(output) < most:
+        mask = matcher.mask()
+        assert mask is not None
+        allowed = np.flatnonzero(mask == 0)
+        if allowed[-1] >= 256:
+            return bytes(output).decode()
+        output.append(int(rng.choice(allowed)))
+        matcher.accept(output[-1])
+    raise AssertionError(bytes(output))
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_what_comes_is_read_as_a_call(name: str, choice: Any) -> None:
+    spec = tool_choice_grammar(TOOLS, choice, tool_parsers()[name], is_parallel=False)
+    assert spec is not None
+    called = set()
+    for seed in range(8):
+        parser = tool_parsers()[name]({"wéather", "stop"})
+        text = say(spec, seed)
+        outputs = [parser.feed(text), parser.finish()]
+        assert not "".join(output.content for output in outputs).strip()
+        calls = [call for output in outputs for call in output.calls]
+        assert {call.index for call in calls} == {0}
+        arguments = json.loads("".join(call.arguments for call in calls))
+        called.add(calls[0].name)
+        if calls[0].name == "stop":
+            assert arguments == {}
+        else:
+            assert arguments["unit"] in "CF"
+            assert 0 <= arguments["days"] <= 9
+    assert called == ({"wéather"} if choice is NAMED else {"wéather", "stop"})
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    ("choice", "is_parallel", "may_follow"),
+    [("required", True, True), ("required", False, False), (NAMED, True, False)],
+)
+def test_more_calls_follow_only_where_they_may(name: str, choice: Any, is_parallel: bool, may_follow: bool) -> None:
+    spec = tool_choice_grammar(TOOLS, choice, tool_parsers()[name], is_parallel=is_parallel)
+    assert spec is not None
+    text = say(spec, 1)
+    matcher = COMPILER.get(to_engine_form(spec, lambda _: None)).matcher(text.removesuffix("]").encode())
+    mask = matcher.mask()
+    assert mask is not None
+    others = {int(n) for n in np.flatnonzero(mask == 0)} - set(TOKENIZER.eos_token_ids) - {ord("]")}
+    assert bool(others) == may_follow
+
+
+def test_a_marker_that_is_a_special_token_is_meant_as_that_token() -> None:
+    spec = tool_choice_grammar(TOOLS, "required", tool_parsers()["mistral"])
+    assert spec is not None
+    assert to_engine_form(spec, lambda text: 7 if text == "[TOOL_CALLS]" else None).text.count("<[7]>") == 1
+
+
+@pytest.mark.parametrize("choice", [None, "none", "auto"])
+def test_where_the_model_may_choose_nothing_is_forced(choice: Any) -> None:
+    assert tool_choice_grammar(TOOLS, choice, None) is None
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "param"),
+    [
+        (None, "required", "tool_choice"),
+        (TOOLS, "always", "tool_choice"),
+        (TOOLS, {"type": "function", "function": {"name": "other"}}, "tool_choice"),
+        (TOOLS, {"type": "function"}, "tool_choice"),
+        ([{"type": "function"}], "required", "tools[0].function"),
+        ([{"function": {"name": "f", "parameters": 1}}], "required", "tools[0].function.parameters"),
+    ],
+)
+def test_what_cannot_be_forced(tools: Any, choice: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        tool_choice_grammar(tools, choice, tool_parsers()["hermes"])
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("name", ["pythonic", "deepseek_v3", None])
+def test_forms_that_cannot_be_enforced_are_refused(name: str | None) -> None:
+    with pytest.raises(InvalidRequest, match="cannot be enforced"):
+        tool_choice_grammar(TOOLS, "required", tool_parsers()[name] if name else None)
