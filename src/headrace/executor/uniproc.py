@@ -16,10 +16,10 @@ from headrace.errors import NotFound
 from headrace.executor.base import ModelInfo, Stage
 from headrace.grammar import CompiledGrammar, GrammarCompiler, GrammarError, Vocabulary
 from headrace.kernels import Backend
-from headrace.models import LoadedModel, load_model
+from headrace.models import load_model
 from headrace.models.stage import WeightStage
 from headrace.models.units import WeightSet
-from headrace.runner import ModelRunner
+from headrace.runner import ModelRunner, ModelShape
 from headrace.transport.plan import StepPlan, StepResult
 from headrace.types import GrammarSpec
 
@@ -40,8 +40,14 @@ class UniprocExecutor:
         grammar can be followed."""
         self._backend = backend
         model = load_model(model_path, self._backend)
-        self._model: LoadedModel | None = model  # until its batch is allocated: it would keep the first weights alive
+        # Nothing else of the loaded model is kept: it would keep the first weights alive.
         self._layouts = model.layouts
+        self._shape = ModelShape(
+            kv_spec=model.kv_spec,
+            vocab_size=model.vocab_size,
+            max_model_len=model.max_model_len,
+            eos_token_ids=model.eos_token_ids,
+        )
         self._weights: WeightSet | None = model.weights
         self._formats = model.weights.formats(backend)
         self._weights_bytes = model.weights.num_bytes(backend)
@@ -63,16 +69,17 @@ class UniprocExecutor:
         return self._info
 
     def allocate(self, num_blocks: int, block_size: int, max_num_seqs: int) -> None:
-        assert self._model is not None, "allocate is called once"
+        assert self._runner is None, "allocate is called once"
         self._runner = ModelRunner(
-            self._model,
+            self._shape,
             self._backend,
             num_blocks=num_blocks,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             grammars=self._grammars,
         )
-        self._model = None
+        if self._weights is not None:
+            self._runner.use(self._weights.decoder())
 
     def prepare_grammar(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
         return self._grammars.compile(spec)

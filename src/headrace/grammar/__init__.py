@@ -6,8 +6,16 @@ a request may have for it is `processing/structured.py`'s.
 
 from __future__ import annotations
 
-from headrace.grammar.compiler import CompiledGrammar, GrammarCompiler, GrammarError
+from headrace.grammar.compiler import FORCED_OPTIONS, SCHEMA_OPTIONS, CompiledGrammar, GrammarCompiler, GrammarError
 from headrace.grammar.matcher import Matcher
 from headrace.grammar.vocabulary import Vocabulary
 
-__all__ = ["CompiledGrammar", "GrammarCompiler", "GrammarError", "Matcher", "Vocabulary"]
+__all__ = [
+    "FORCED_OPTIONS",
+    "SCHEMA_OPTIONS",
+    "CompiledGrammar",
+    "GrammarCompiler",
+    "GrammarError",
+    "Matcher",
+    "Vocabulary",
+]

@@ -12,7 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final
+from typing import Any, Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -23,8 +23,8 @@ from headrace.types import GrammarSpec
 NUM_THREADS: Final = 1
 WHITESPACE: Final = r"[ \n\r\t]{0,32}"
 """Between the tokens of JSON. Enough to indent by; without a bound some models write it until the length limit."""
-_SCHEMA_OPTIONS: Final = {"whitespace_pattern": WHITESPACE}
-_FORCED_OPTIONS: Final = {"lenient": False}  # what a schema says and we cannot hold is an error
+SCHEMA_OPTIONS: Final[dict[str, Any]] = {"whitespace_pattern": WHITESPACE}
+FORCED_OPTIONS: Final[dict[str, Any]] = {"lenient": False}  # what a schema says and we cannot hold is an error
 
 _DEAD_END: Final = "NoExtension"  # llguidance's word for a state that nothing leads on from
 
@@ -131,8 +131,8 @@ def _source(spec: GrammarSpec) -> str:
     try:
         return LLMatcher.grammar_from_json_schema(
             spec.text,
-            defaults=_SCHEMA_OPTIONS,  # type: ignore[arg-type]  # keys that are absent keep their meaning
-            overrides=_FORCED_OPTIONS,  # type: ignore[arg-type]
+            defaults=SCHEMA_OPTIONS,  # type: ignore[arg-type]  # keys that are absent keep their meaning
+            overrides=FORCED_OPTIONS,  # type: ignore[arg-type]
         )
     except (ValueError, json.JSONDecodeError) as error:
         raise GrammarError(str(error)) from error

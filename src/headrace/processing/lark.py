@@ -11,7 +11,7 @@ from typing import Any
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from headrace.grammar import GrammarError
+from headrace.grammar import FORCED_OPTIONS, SCHEMA_OPTIONS, GrammarError
 from headrace.processing.checks import shown
 from headrace.types import GrammarSpec
 
@@ -52,7 +52,11 @@ def literal(text: str, special_id: SpecialId) -> str:
 
 
 def schema_item(schema: Any) -> str:
-    """JSON that matches a schema, as part of a rule."""
+    """JSON that matches a schema, as part of a rule, with the options that schemas by themselves have."""
+    if isinstance(schema, Mapping):
+        own = schema.get("x-guidance")
+        options = {**SCHEMA_OPTIONS, **(own if isinstance(own, Mapping) else {}), **FORCED_OPTIONS}
+        schema = {**schema, "x-guidance": options}
     return "%json " + json.dumps(schema, ensure_ascii=False)
 
 

@@ -1,5 +1,5 @@
 """What a worker runs a step with: persistent batch, sampler, log probabilities. Executors use `ModelRunner`."""
 
-from headrace.runner.model_runner import ModelRunner
+from headrace.runner.model_runner import ModelRunner, ModelShape
 
-__all__ = ["ModelRunner"]
+__all__ = ["ModelRunner", "ModelShape"]

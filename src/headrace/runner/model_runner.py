@@ -8,31 +8,38 @@ and the others go on; whatever raises here is a bug and ends the engine.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import compress
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from headrace.grammar import GrammarCompiler
-from headrace.kernels.ops import Backend, Model
+from headrace.kernels.ops import Backend, KVSpec, Model
 from headrace.runner import logprobs, sampler
 from headrace.runner.batch import PersistentBatch, PromptRows, Rows
 from headrace.runner.constraints import Constraints
 from headrace.transport.plan import StepPlan, StepResult
 
-if TYPE_CHECKING:
-    from headrace.models import LoadedModel
-
 _PROMPT_LOGITS_BYTES = 64 * 1024 * 1024
 """Logits that prompt log probabilities may take in one forward pass; a longer chunk is computed in several."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What a runner must know of a model whose weights come and go."""
+
+    kv_spec: KVSpec
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+
 class ModelRunner:
-    """A model, its KV memory and the persistent batch."""
+    """A model, its KV memory and the persistent batch. `use` gives it the model's weights."""
 
     def __init__(
         self,
-        model: LoadedModel,
+        model: ModelShape,
         backend: Backend,
         *,
         num_blocks: int,
@@ -46,7 +53,7 @@ class ModelRunner:
         self._has_kv = False
         self._backend = backend
         self._draw = backend.draw or sampler.draw
-        self._model: Model | None = model.decoder
+        self._model: Model | None = None
         self.restore_kv()
         self._max_prompt_rows = max(1, _PROMPT_LOGITS_BYTES // (4 * model.vocab_size))
         self._batch = PersistentBatch(

@@ -7,14 +7,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from headrace.kernels.ops import KVSpec, StepInputs, StepOutputs
-from headrace.runner import ModelRunner
+from headrace.runner import ModelRunner, ModelShape
 from headrace.transport.plan import NewSequence, StepPlan, StepResult
 from headrace.types import LogprobRows, SamplingParams
 
@@ -94,17 +93,15 @@ class Driver:
 
     def __init__(self, max_num_seqs: int = 20, num_blocks: int = 400, grammars: Any = None) -> None:
         self.backend = HistoryBackend()
-        model = SimpleNamespace(
-            decoder=object(), kv_spec=KVSpec(1, 1, 1), vocab_size=VOCAB_SIZE, max_model_len=512, eos_token_ids=(1,)
-        )
         self.runner = ModelRunner(
-            model,
+            ModelShape(kv_spec=KVSpec(1, 1, 1), vocab_size=VOCAB_SIZE, max_model_len=512, eos_token_ids=(1,)),
             self.backend,
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
             max_num_seqs=max_num_seqs,
             grammars=grammars,
         )
+        self.runner.use(object())
         # Falling ids from a pool: tables are never consecutive, and blocks are used again with old contents in them.
         self._free = list(range(num_blocks))
         self._released: list[int] = []
