@@ -46,7 +46,7 @@ def told(body: dict[str, Any]) -> Any:
 def mock(tmp_path: Path) -> list[str]:
     """The mock engine, from a YAML file that a server could have; its keys do not matter here."""
     config = tmp_path / "mock.yaml"
-    config.write_text("mock-engine: true\nmock-step-delay: 0.02\napi-key: secret\nport: 1\n")
+    config.write_text("mock-engine: true\nmock-step-delay: 0.005\napi-key: secret\nport: 1\n")
     return ["--config", str(config)]
 
 

@@ -87,8 +87,8 @@ def worst_probe_s(server: Surface, is_over: Callable[[], bool]) -> float:
 
 
 def test_livez_answers_while_ten_prompts_of_200_000_characters_arrive(server: Surface) -> None:
-    """H5: the worst of many probes on a warm connection. What this machine delays an idle server's answer is not counted,
-    and a busy machine gets three tries."""
+    """H5: the worst of many probes on a warm connection. What this machine delays an idle server's answer is not
+    counted, and a busy machine gets three tries."""
     words = "many words of a long text, 123 of them; "
     text = (words * (NUM_CHARS // len(words) + 1))[:NUM_CHARS]
     bodies: list[tuple[dict[str, Any], str]] = [

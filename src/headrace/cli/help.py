@@ -13,6 +13,13 @@ class HelpFormatter(argparse.HelpFormatter):
         width = min(shutil.get_terminal_size((110, 24)).columns, 120) - 2
         super().__init__(prog, max_help_position=34, width=width)
 
+    def add_argument(self, action: argparse.Action) -> None:
+        super().add_argument(action)
+        # argparse forgets that the names of subcommands stand further in.
+        for each in self._iter_indented_subactions(action):
+            length = len(self._format_action_invocation(each)) + self._current_indent
+            self._action_max_length = max(self._action_max_length, length)
+
     def _format_action_invocation(self, action: argparse.Action) -> str:
         # "--x, --no-x" becomes "--[no-]x".
         if isinstance(action, argparse.BooleanOptionalAction):

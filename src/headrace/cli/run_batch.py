@@ -108,18 +108,20 @@ async def _answer(
 
 
 def _choose_target(args: argparse.Namespace) -> Target:
-    # Imported late: `--help` and a wrong option need none of it.
-    from headrace.cli.run_batch_target import local_target, server_target
-
     given = given_options(args, BatchConfig)
     if args.url is not None:
         for key in given:
             raise ConfigError(f"--{key.replace('_', '-')} is an option of the engine; with --url it has no effect")
         if args.config is not None:
             raise ConfigError("--config is read for a model in this process; with --url it has no effect")
+        from headrace.cli.run_batch_remote import server_target
+
         api_key = args.key or os.environ.get("HEADRACE_API_KEY")
         width = SchedulerConfig().max_num_seqs
         return Target(BATCHES_AT_ONCE * width, lambda: server_target(args.url, api_key))
+    # Imported late: `--help`, a wrong option and a server at --url need none of it.
+    from headrace.cli.run_batch_local import local_target
+
     config, path = _resolve(load_config(ServeConfig, given, args.config))
     width = config.engine.scheduler.max_num_seqs
     return Target(BATCHES_AT_ONCE * width, lambda: local_target(config, path))

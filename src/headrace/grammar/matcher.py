@@ -20,6 +20,7 @@ class Matcher:
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
+        self._mask = np.empty((-(-vocab_size // 32) * 4, 8), np.float32)
 
     @property
     def error(self) -> str | None:
@@ -38,13 +39,15 @@ class Matcher:
 
     def mask(self) -> np.ndarray | None:
         """To be added to logits, float32 [V]: 0 for tokens that may come next, -inf for others; None if it has failed.
-        CPU work, most of it without the GIL."""
+        Valid until the next call, and the caller's to change. CPU work, most of it without the GIL."""
         if self._matcher.is_error():
             return None
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             return None
-        return np.take(_EIGHT, bits, axis=0, mode="clip").reshape(-1)[: self._vocab_size]  # "clip" is the fast mode
+        bits = bits[: self._mask.shape[0]]  # llguidance may have a word more
+        np.take(_EIGHT, bits, axis=0, out=self._mask, mode="clip")  # the mode is the fast one
+        return self._mask.reshape(-1)[: self._vocab_size]
 
 
 def reason_of(message: str) -> str:

@@ -1,7 +1,8 @@
 """Sequences whose output must match a grammar: one matcher per slot, and what it bans in a step.
 
-`model_runner.py` owns one. Masks are computed in a thread while the forward pass runs: they follow from the tokens
-before it alone. A matcher is fed the sequence's own output, so one that left and came back goes on where it was.
+`model_runner.py` owns one. A mask follows from the tokens before it alone, so a thread computes it from the moment that
+they are known: while the engine works between two steps, and beside the forward pass. A matcher is fed the sequence's
+own output, so one that left and came back goes on where it was.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ class Constraints:
         self._grammars = grammars
         self._matchers: dict[int, Matcher | str] = {}  # by slot; a text says why there is none
         self._pool: ThreadPoolExecutor | None = None
-        self._masks: Future[dict[int, Mask]] | None = None
+        self._masks: dict[int, Future[Mask]] = {}  # by slot, of the next token
 
     def apply(self, plan: StepPlan) -> None:
         """Lets sequences leave and enter."""
         if self._matchers:
             for slot in plan.released:
                 self._matchers.pop(slot, None)
+                self._masks.pop(slot, None)
         for new in plan.new:
             if new.params.grammar is not None:
                 self._enter(new)
@@ -42,24 +44,20 @@ class Constraints:
         assert new.params.grammar is not None
         try:
             compiled = self._grammars.get(new.params.grammar)
+            self._matchers[new.slot] = compiled.matcher(new.token_ids[new.num_prompt_tokens :])
         except GrammarError as error:
             self._matchers[new.slot] = str(error)
-            return
-        self._matchers[new.slot] = compiled.matcher(new.token_ids[new.num_prompt_tokens :])
+        self._begin(new.slot)
 
-    def begin(self, slots: list[int]) -> None:
-        """Starts on the masks of those that will sample. Ends with `masks`."""
-        assert self._masks is None, "masks are fetched before others are begun"
-        matchers = [(slot, self._matchers[slot]) for slot in slots if slot in self._matchers]
-        if matchers:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(1, thread_name_prefix="masks")
-            self._masks = self._pool.submit(_masks, matchers)
+    def _begin(self, slot: int) -> None:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._masks[slot] = self._pool.submit(_mask, self._matchers[slot])
 
-    def masks(self) -> dict[int, Mask]:
-        """By slot, what `begin` has started."""
-        masks, self._masks = self._masks, None
-        return {} if masks is None else masks.result()
+    def masks(self, slots: list[int]) -> dict[int, Mask]:
+        """What binds the next tokens of these slots, by row."""
+        masks = self._masks
+        return {row: masks[slot].result() for row, slot in enumerate(slots) if slot in masks} if masks else {}
 
     def append(self, slots: list[int], token_ids: list[int]) -> None:
         """These slots have got one more token each."""
@@ -69,10 +67,7 @@ class Constraints:
             matcher = self._matchers.get(slot)
             if isinstance(matcher, Matcher):
                 matcher.accept(token_id)
-
-
-def _masks(matchers: list[tuple[int, Matcher | str]]) -> dict[int, Mask]:
-    return {slot: _mask(matcher) for slot, matcher in matchers}
+                self._begin(slot)
 
 
 def _mask(matcher: Matcher | str) -> Mask:

@@ -110,8 +110,6 @@ class ModelRunner:
     def _run(self, rows: Rows, result: StepResult) -> None:
         inputs, prompt_rows = self._batch.inputs(rows)
         assert self._model is not None, "the engine makes no step without weights"
-        slots = list(compress(rows.slots, rows.samples))
-        self._constraints.begin(slots)
         outputs = self._backend.run(self._model, inputs)
         self._batch.advance(rows)
         logits, best, finite = outputs.logits_RV, outputs.best_R.tolist(), outputs.finite_R.tolist()
@@ -119,6 +117,7 @@ class ModelRunner:
             return
         for prompt in prompt_rows:
             self._score_prompt(prompt, logits, finite, result)
+        slots = list(compress(rows.slots, rows.samples))
         if slots:
             self._sample(slots, logits, best[: len(slots)], finite[: len(slots)], result)
 
@@ -128,8 +127,7 @@ class ModelRunner:
         token_ids = best
         if self._batch.sampled_slots or not all(finite):
             sampling = self._batch.sampling_rows(slots)
-            if masks := self._constraints.masks():
-                sampling.masks.update((row, masks[slot]) for row, slot in enumerate(slots) if slot in masks)
+            sampling.masks.update(self._constraints.masks(slots))
             token_ids, errors = sampler.sample(logits, sampling, best, finite, self._draw)
             for row, message in errors.items():
                 result.errors.setdefault(slots[row], message)

@@ -81,13 +81,16 @@ def sample(
 
 
 def _edited(logits: np.ndarray, edits: tuple[LogitEdits, np.ndarray] | None, mask: np.ndarray | None) -> np.ndarray:
-    """A row after edits and grammar. Where min_tokens leaves nothing that the grammar allows, the grammar wins."""
-    for bans_end in (True, False):
-        row = logits.copy() if mask is None else logits + mask
-        if edits is not None:
-            edits[0].apply(row, edits[1], bans_end=bans_end)
-        if edits is None or mask is None or row.max() > -np.inf:
-            break
+    """A row after edits and grammar; takes the mask's memory. Where min_tokens leaves nothing that the grammar allows,
+    the grammar wins."""
+    row = logits.copy() if mask is None else np.add(logits, mask, out=mask)
+    if edits is None:
+        return row
+    banned = None if mask is None else row.copy()
+    edits[0].apply(row, edits[1])
+    if banned is not None and row.max() == -np.inf:
+        row = banned
+        edits[0].apply(row, edits[1], bans_end=False)
     return row
 
 

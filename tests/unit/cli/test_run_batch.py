@@ -1,4 +1,4 @@
-"""`headrace run-batch` over fakes: what a line may be, what an output holds already, what is sent, retried and written."""
+"""`headrace run-batch` over fakes: what a line may be, what an output holds, what is sent, retried and written."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class Run:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.num_seen = 0
+        self.seen: asyncio.Queue[None] = asyncio.Queue()  # an item for each line that is done
 
     async def __call__(self, lines: list[bytes], handler: Handler, concurrency: int = 4, retries: int = 2) -> None:
         transport = httpx.MockTransport(handler)
@@ -202,11 +202,8 @@ class Run:
                 http,
                 concurrency=concurrency,
                 retries=retries,
-                on_line=self._see,
+                on_line=lambda: self.seen.put_nowait(None),
             )
-
-    def _see(self) -> None:
-        self.num_seen += 1
 
     @property
     def lines(self) -> list[dict[str, Any]]:
@@ -229,29 +226,26 @@ def ok(_: httpx.Request) -> httpx.Response:
 
 async def test_answers_are_written_in_order_of_completion_and_so_many_run_at_once(run: Run) -> None:
     gates = {name: asyncio.Event() for name in "abcd"}
-    started: list[str] = []
+    started: asyncio.Queue[str] = asyncio.Queue()
 
     async def handler(request: httpx.Request) -> httpx.Response:
         name = json.loads(request.content)["prompt"]
-        started.append(name)
+        started.put_nowait(name)
         await gates[name].wait()
         return ok(request)
 
     lines = text(*(request(name, body={"prompt": name}) for name in "abcd"))
     task = asyncio.create_task(run(lines, handler, concurrency=2))
-    for name, running in (("b", "ab"), ("c", "abc"), ("a", "abcd"), ("d", "abcd")):
-        async with asyncio.timeout(5):
-            while len(started) < len(running):
-                await asyncio.sleep(0)
-        assert "".join(started) == running
-        gates[name].set()
-        async with asyncio.timeout(5):
-            while not run.path.read_bytes().count(b"\n") == "bcad".index(name) + 1:
-                await asyncio.sleep(0)
-    await task
+    async with asyncio.timeout(20):
+        for name, running in (("b", "ab"), ("c", "c"), ("a", "d"), ("d", "")):
+            assert "".join([await started.get() for _ in running]) == running
+            assert started.empty()
+            gates[name].set()
+            await run.seen.get()
+            assert run.ids[-1] == name
+        await task
     assert run.ids == ["b", "c", "a", "d"]
     assert run.lines[0]["response"] == {"status_code": 200, "request_id": "r", "body": {}}
-    assert run.num_seen == 4
 
 
 async def test_a_second_run_sends_what_has_no_line_yet(run: Run) -> None:
@@ -292,7 +286,7 @@ async def test_trouble_of_the_server_is_waited_out(trouble: httpx.Response | htt
 
 
 async def test_trouble_that_stays_ends_the_run_and_leaves_the_line_open(run: Run) -> None:
-    num_calls = 0
+    code, num_calls = "", 0
 
     def handler(request: httpx.Request) -> httpx.Response:
         nonlocal num_calls
@@ -302,8 +296,8 @@ async def test_trouble_that_stays_ends_the_run_and_leaves_the_line_open(run: Run
         return httpx.Response(503, json={"error": {"message": "no\nroom", "code": code}})
 
     lines = text(request("good"), request("open", body={"x": 1}), request("never"))
-    for code, expected in (("draining", 3), ("engine_dead", 1)):
-        num_calls = 0
+    for each, expected in (("draining", 3), ("engine_dead", 1)):
+        code, num_calls = each, 0
         with pytest.raises(StartupError, match="no\nroom"):
             await run(lines, handler, concurrency=1)
         assert num_calls == expected

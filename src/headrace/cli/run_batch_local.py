@@ -1,7 +1,6 @@
-"""Where the requests of `headrace run-batch` go: the server's application in this process, or a server at `--url`.
+"""Where the requests of `headrace run-batch` go without `--url`: to the server's own application, in this process.
 
-In this process it is the very application that `headrace serve` runs, called without a socket; only keys and traces
-are left out. Both are an HTTP client, and the caller cannot tell one from the other.
+It is what `headrace serve` runs, called without a socket; only keys, traces and their options are left out.
 """
 
 from __future__ import annotations
@@ -11,21 +10,16 @@ import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Final
 
 import httpx
 
-from headrace.cli.sources import api_base, raise_status
 from headrace.client.inproc import InprocClient
 from headrace.config.launch import Launch
 from headrace.config.options import ObservabilityConfig, ServeConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.process import build_core
-from headrace.errors import StartupError
 from headrace.processing.tokenizer import Tokenizer, load_tokenizer
 from headrace.server.app import create_app
-
-CONNECT_TIMEOUT_S: Final = 10.0
 
 
 @asynccontextmanager
@@ -62,19 +56,3 @@ def _load_tokenizer(config: ServeConfig, model_path: Path | None) -> Tokenizer:
 
         return byte_tokenizer()
     return load_tokenizer(model_path, model.tokenizer, model.chat_template)
-
-
-@asynccontextmanager
-async def server_target(url: str, key: str | None) -> AsyncIterator[httpx.AsyncClient]:
-    """A server that speaks OpenAI's API. Raises StartupError when none is there."""
-    base = api_base(url).removesuffix("/v1")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(base_url=base, headers=headers, timeout=timeout, limits=limits) as http:
-        try:
-            response = await http.get("/v1/models", timeout=CONNECT_TIMEOUT_S)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise StartupError(f"cannot reach {base}: {error}") from error
-        raise_status(response)
-        yield http
