@@ -38,7 +38,7 @@ class FinishReason(IntEnum):
 class GrammarSpec(msgspec.Struct, frozen=True, array_like=True):
     """What an output must match, whatever the request called it. `grammar/` compiles it."""
 
-    kind: str  # json_schema, regex or lark; on its way in also gbnf, choice, structural_tag and tool_calls
+    kind: str  # json_schema, regex, lark or llguidance (several of them); others become one of these on their way in
     text: str
 
 

@@ -217,3 +217,20 @@ def test_after_preemptions(new_run: Callable[..., CoreRun], cases: list[Case], a
     run = new_run(num_blocks=24, prefix_cache=False)
     assert bits(run.run(cases)) == alone
     assert run.core.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("keep_kv", [False, True])
+def test_a_change_of_weights_amid_an_output(
+    new_run: Callable[..., CoreRun], cases: list[Case], alone: list[list[Bits]], keep_kv: bool
+) -> None:
+    """To the same weights here: the outputs go on where they were, in their grammars."""
+    run = new_run()
+    answers = [run.submit(case) for case in cases]
+    for version in range(3):
+        for _ in range(5):
+            run.step()
+        if not keep_kv:
+            run.core.drop_kv()
+        run.core.adopt_weights(f"v{version}", keep_kv=keep_kv)
+    run.finish()
+    assert bits(answers) == alone

@@ -6,7 +6,14 @@ a request may have for it is `processing/structured.py`'s.
 
 from __future__ import annotations
 
-from headrace.grammar.compiler import FORCED_OPTIONS, SCHEMA_OPTIONS, CompiledGrammar, GrammarCompiler, GrammarError
+from headrace.grammar.compiler import (
+    FORCED_OPTIONS,
+    SCHEMA_OPTIONS,
+    CompiledGrammar,
+    GrammarCompiler,
+    GrammarError,
+    source_of,
+)
 from headrace.grammar.matcher import Matcher
 from headrace.grammar.vocabulary import Vocabulary
 
@@ -18,4 +25,5 @@ __all__ = [
     "GrammarError",
     "Matcher",
     "Vocabulary",
+    "source_of",
 ]

@@ -63,7 +63,7 @@ class GrammarCompiler:
         prepare: Callable[[GrammarSpec], GrammarSpec] = lambda spec: spec,
     ) -> None:
         """`load_vocabulary` is called once, in a thread, when the first grammar comes. `prepare` turns specs of other
-        kinds into one of json_schema, regex and lark."""
+        kinds into one of json_schema, regex, lark and llguidance."""
         self._prepare = prepare
         self._load_vocabulary = load_vocabulary
         self._vocab_size = vocab_size
@@ -108,7 +108,7 @@ class GrammarCompiler:
             self._tokenizer = build_tokenizer(self._load_vocabulary(), self._vocab_size, self._eos_token_ids)
         spec = self._prepare(spec)
         limits = LLParserLimits(verbose_errors=False)
-        matcher = LLMatcher(self._tokenizer, _source(spec), log_level=0, limits=limits)
+        matcher = LLMatcher(self._tokenizer, source_of(spec), log_level=0, limits=limits)
         compiled = CompiledGrammar(spec, matcher, self._vocab_size)
         first = compiled.matcher()
         mask = first.mask()
@@ -120,8 +120,10 @@ class GrammarCompiler:
         return compiled
 
 
-def _source(spec: GrammarSpec) -> str:
+def source_of(spec: GrammarSpec) -> str:
     """As llguidance reads it. Raises GrammarError."""
+    if spec.kind == "llguidance":
+        return spec.text
     if spec.kind == "lark":
         return LLMatcher.grammar_from_lark(spec.text)
     if spec.kind == "regex":

@@ -31,7 +31,7 @@ from headrace.processing.validate import (
     validate_request,
 )
 from headrace.transport.messages import EngineInfo, Submit
-from headrace.types import RequestId, SamplingParams
+from headrace.types import GrammarSpec, RequestId, SamplingParams
 
 INLINE_CHARS = 2_000  # a text up to this long is tokenised on the loop: well under a millisecond
 NUM_THREADS = 2
@@ -107,15 +107,15 @@ class InputProcessor:
         info: EngineInfo,
         request_id: RequestId,
         options: RequestOptions | None = None,
+        *,
+        answer_form: Callable[[PreparedRequest, GrammarSpec], GrammarSpec] | None = None,
     ) -> PreparedRequest:
-        """Validates and tokenises. Raises InvalidRequest, or QueueFull when too many long texts wait already."""
+        """Validates and tokenises. Raises InvalidRequest, or QueueFull when too many long texts wait already.
+        `answer_form` gives the grammar of all that the model says, from that of the answer."""
         options = options or RequestOptions()
         params = validate_params(params, self._admission, info, names=options.names)
         num_prompts = 1 if isinstance(source, ChatInput) else len(source)
         check_num_choices(num_prompts * params.n, self._admission, options.names.get("n", "n"))
-        if params.grammar is not None:
-            field = options.names.get("grammar", "grammar")
-            params = replace(params, grammar=await self._grammars.check(params.grammar, field, info.vocab_size))
         if params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(SEED_BITS))
         size = _num_chars(source) + sum(map(len, params.stop)) + sum(map(len, params.bad_words))
@@ -123,7 +123,13 @@ class InputProcessor:
         def work() -> PreparedRequest:
             return self._build(source, params, info, request_id, options)
 
-        return await self._run(size, work)
+        prepared = await self._run(size, work)
+        if params.grammar is None:
+            return prepared
+        spec = params.grammar if answer_form is None else answer_form(prepared, params.grammar)
+        spec = await self._grammars.check(spec, options.names.get("grammar", "grammar"), info.vocab_size)
+        submit = replace(prepared.submit, params=replace(prepared.submit.params, grammar=spec))
+        return PreparedRequest(submit, prepared.texts)
 
     async def tokenize(
         self, source: ChatInput | str, info: EngineInfo, *, add_special_tokens: bool | None = None

@@ -1,4 +1,4 @@
-"""Grammars of other kinds as the Lark that llguidance reads: GBNF, choices, structural tags, forced tool calls.
+"""Grammars of other kinds as llguidance reads them: GBNF, choices, structural tags, forced calls, optional thoughts.
 
 `structured.py` calls `to_engine_form` in the thread that compiles.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from headrace.grammar import FORCED_OPTIONS, SCHEMA_OPTIONS, GrammarError
+from headrace.grammar import FORCED_OPTIONS, SCHEMA_OPTIONS, GrammarError, source_of
 from headrace.processing.checks import shown
 from headrace.types import GrammarSpec
 
@@ -22,7 +22,9 @@ SpecialId = Callable[[str], int | None]
 
 
 def to_engine_form(spec: GrammarSpec, special_id: SpecialId) -> GrammarSpec:
-    """The same grammar as json_schema, regex or lark. Raises GrammarError."""
+    """The same grammar as json_schema, regex, lark or llguidance. Raises GrammarError."""
+    if spec.kind == "after_thoughts":
+        return GrammarSpec("llguidance", _after_thoughts(json.loads(spec.text), special_id))
     if spec.kind == "gbnf":
         try:
             return GrammarSpec("lark", gbnf_to_lark(spec.text))
@@ -58,6 +60,27 @@ def schema_item(schema: Any) -> str:
         options = {**SCHEMA_OPTIONS, **(own if isinstance(own, Mapping) else {}), **FORCED_OPTIONS}
         schema = {**schema, "x-guidance": options}
     return "%json " + json.dumps(schema, ensure_ascii=False)
+
+
+def after_thoughts(spec: GrammarSpec, opener: str, closer: str, *, is_thinking: bool) -> GrammarSpec:
+    """A grammar for the answer alone: thoughts come before it, or may come where the prompt has not opened them."""
+    value = {"opener": opener, "closer": closer, "is_thinking": is_thinking, "kind": spec.kind, "text": spec.text}
+    return GrammarSpec("after_thoughts", json.dumps(value, ensure_ascii=False))
+
+
+def _after_thoughts(value: Mapping[str, Any], special_id: SpecialId) -> str:
+    source = source_of(to_engine_form(GrammarSpec(value["kind"], value["text"]), special_id))
+    answer = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
+    closer_id = special_id(value["closer"])
+    thoughts = "body" if value["is_thinking"] else f"({literal(value['opener'], special_id)} body)?"
+    rules = [
+        f"{HEADER}start: {thoughts} SPACE @answer",
+        f"body[lazy]: TEXT {quoted(value['closer'])}" if closer_id is None else f"body: TEXT <[{closer_id}]>",
+        r"TEXT: /(.|\n)*/",
+        r"SPACE: /[ \n\r\t]{0,8}/",
+    ]
+    main = {"name": "main", "lark_grammar": "\n".join(rules)}
+    return json.dumps({"grammars": [main, {**answer, "name": "answer"}]}, ensure_ascii=False)
 
 
 def _tool_calls(value: Mapping[str, Any], special_id: SpecialId) -> str:

@@ -16,15 +16,19 @@ from typing import Any, TypeVar
 
 from headrace.config.options import ParsingConfig
 from headrace.errors import ConfigError
+from headrace.processing.lark import after_thoughts
 from headrace.processing.reasoning import (
     Opening,
+    Phase,
     ReasoningParser,
     ReasoningParserType,
     detect_reasoning,
     reasoning_parsers,
 )
+from headrace.processing.reasoning.styles import TagStyle
 from headrace.processing.tokenizer import Tokenizer
 from headrace.processing.tools import ToolParser, ToolParserType, detect_tools, tool_parsers
+from headrace.types import GrammarSpec
 
 NUM_TAIL_TOKENS = 32  # of a prompt that came as token ids: enough for what may open the thoughts
 T = TypeVar("T")
@@ -57,6 +61,16 @@ class ReplyParsing:
 
     def reasoning_parser(self) -> ReasoningParser | None:
         return None if self.reasoning is None else self.reasoning(self.opening)
+
+    def answer_form(self, spec: GrammarSpec) -> GrammarSpec:
+        """The same for the answer alone, where thoughts may come before it."""
+        if not isinstance(self.reasoning, TagStyle):
+            return spec
+        phase = self.reasoning(self.opening).phase
+        if phase is Phase.ANSWER:
+            return spec
+        is_thinking = phase is Phase.THINKING
+        return after_thoughts(spec, self.reasoning.opener, self.reasoning.closer, is_thinking=is_thinking)
 
     def tool_parser(self) -> ToolParser | None:
         return None if self.tools is None else self.tools(self.tool_names)

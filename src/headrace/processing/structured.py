@@ -14,7 +14,7 @@ from typing import Any
 
 from headrace.config.options import GrammarConfig
 from headrace.errors import InternalError, InvalidRequest
-from headrace.grammar import GrammarCompiler, GrammarError
+from headrace.grammar import CompiledGrammar, GrammarCompiler, GrammarError
 from headrace.processing.checks import check_bool, check_text, refusal, shown
 from headrace.processing.lark import to_engine_form
 from headrace.processing.tokenizer import Tokenizer
@@ -187,8 +187,9 @@ class GrammarChecker:
             )
         timeout_s = self._config.grammar_timeout
         try:
-            future = self._require_compiler(vocab_size).compile(spec)
-            compiled = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), timeout_s)
+            future = asyncio.wrap_future(self._require_compiler(vocab_size).compile(spec))
+            future.add_done_callback(_look)
+            compiled = await asyncio.wait_for(asyncio.shield(future), timeout_s)
         except GrammarError as error:
             raise InvalidRequest(f"{field} cannot be followed: {error}.", param=field, code="invalid_grammar") from None
         except TimeoutError:
@@ -222,3 +223,9 @@ class GrammarChecker:
                 prepare=lambda spec: to_engine_form(spec, special_id),
             )
         return self._compiler
+
+
+def _look(future: asyncio.Future[CompiledGrammar]) -> None:
+    """asyncio complains of an exception that nobody has looked at, as of one that came too late."""
+    if not future.cancelled():
+        future.exception()

@@ -27,7 +27,7 @@ class Constraints:
         self._grammars = grammars
         self._matchers: dict[int, Matcher | str] = {}  # by slot; a text says why there is none
         self._pool: ThreadPoolExecutor | None = None
-        self._masks: dict[int, Future[Mask]] = {}  # by slot, of the next token
+        self._masks: dict[int, Future[dict[int, Mask]]] = {}  # by slot, whose own is in it, of the next token
 
     def apply(self, plan: StepPlan) -> None:
         """Lets sequences leave and enter."""
@@ -47,27 +47,36 @@ class Constraints:
             self._matchers[new.slot] = compiled.matcher(new.token_ids[new.num_prompt_tokens :])
         except GrammarError as error:
             self._matchers[new.slot] = str(error)
-        self._begin(new.slot)
+        self._begin([new.slot])
 
-    def _begin(self, slot: int) -> None:
+    def _begin(self, slots: list[int]) -> None:
+        """One job for all: a thread costs more to wake than a mask to compute."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="masks")
-        self._masks[slot] = self._pool.submit(_mask, self._matchers[slot])
+        job = self._pool.submit(_compute, {slot: self._matchers[slot] for slot in slots})
+        self._masks.update(dict.fromkeys(slots, job))
 
     def masks(self, slots: list[int]) -> dict[int, Mask]:
         """What binds the next tokens of these slots, by row."""
-        masks = self._masks
-        return {row: masks[slot].result() for row, slot in enumerate(slots) if slot in masks} if masks else {}
+        jobs = self._masks
+        return {row: jobs[slot].result()[slot] for row, slot in enumerate(slots) if slot in jobs} if jobs else {}
 
     def append(self, slots: list[int], token_ids: list[int]) -> None:
         """These slots have got one more token each."""
         if not self._matchers:
             return
+        constrained = []
         for slot, token_id in zip(slots, token_ids, strict=True):
             matcher = self._matchers.get(slot)
             if isinstance(matcher, Matcher):
                 matcher.accept(token_id)
-                self._begin(slot)
+                constrained.append(slot)
+        if constrained:
+            self._begin(constrained)
+
+
+def _compute(matchers: dict[int, Matcher | str]) -> dict[int, Mask]:
+    return {slot: _mask(matcher) for slot, matcher in matchers.items()}
 
 
 def _mask(matcher: Matcher | str) -> Mask:

@@ -25,7 +25,7 @@ from headrace.server.errors import CLIENT_CLOSED, json_response
 from headrace.server.shape import ChoiceParts, Reply, failure
 from headrace.server.sse import EventStream
 from headrace.server.tracking import TrackedStream, refusals_traced
-from headrace.types import SamplingParams, Usage
+from headrace.types import GrammarSpec, SamplingParams, Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,9 +131,16 @@ async def answer(request: Request, job: Job) -> Response:
 
 async def _prepare(context: ServerContext, job: Job) -> PreparedRequest:
     client = context.client
+
+    def answer_form(prepared: PreparedRequest, spec: GrammarSpec) -> GrammarSpec:
+        parsing = job.make_parsing(prepared)
+        return spec if parsing is None else parsing.answer_form(spec)
+
     try:
         context.refuse_when_draining()
-        return await context.inputs.prepare(job.source, job.params, client.info, client.next_request_id(), job.options)
+        return await context.inputs.prepare(
+            job.source, job.params, client.info, client.next_request_id(), job.options, answer_form=answer_form
+        )
     except (QueueFull, Unavailable) as error:
         context.metrics.count_rejection(error.code)
         raise

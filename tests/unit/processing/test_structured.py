@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,7 +11,10 @@ import pytest
 
 from headrace.config.options import GrammarConfig
 from headrace.errors import InvalidRequest
+from headrace.grammar import GrammarCompiler
+from headrace.processing.lark import after_thoughts, to_engine_form
 from headrace.processing.structured import GrammarChecker, grammar_of
+from headrace.processing.vocabulary import vocabulary_of
 from headrace.testing.bytes import byte_tokenizer
 from headrace.types import GrammarSpec
 
@@ -176,8 +180,39 @@ async def test_a_bad_grammar_is_refused_with_its_field(
     assert await check(checker, "regex", "b") == GrammarSpec("regex", "b")
 
 
+@pytest.mark.parametrize(
+    "kind_text", [("json_schema", '{"enum":["ok"]}'), ("regex", '"ok"'), ("choice", '["\\"ok\\""]')]
+)
+@pytest.mark.parametrize(
+    ("is_thinking", "text", "is_right"),
+    [
+        (False, '"ok"', True),
+        (False, '<think>hm, "no</think>\n\n"ok"', True),
+        (False, 'hm</think>"ok"', False),
+        (True, 'hm </ so</think>\n"ok"', True),
+        (True, 'hm</think> "no"', False),
+    ],
+)
+async def test_thoughts_are_free_and_the_answer_after_them_is_not(
+    kind_text: tuple[str, str], is_thinking: bool, text: str, is_right: bool
+) -> None:
+    compiler = GrammarCompiler(
+        lambda: vocabulary_of(byte_tokenizer()), 300, [257], prepare=lambda spec: to_engine_form(spec, lambda _: None)
+    )
+    spec = after_thoughts(GrammarSpec(*kind_text), "<think>", "</think>", is_thinking=is_thinking)
+    matcher = compiler.get(spec).matcher(text.encode())
+    assert (matcher.error is None) == is_right
+    if is_right:
+        assert matcher.is_complete
+    assert compiler.get(spec).spec.kind == "llguidance"
+
+
 async def test_one_that_takes_too_long_is_refused() -> None:
-    checker = GrammarChecker(byte_tokenizer(), GrammarConfig(grammar_timeout=1e-6))
+    go_on = threading.Event()
+    tokenizer = byte_tokenizer()
+    tokenizer.token_bytes = lambda token_id: bytes([go_on.wait(10)])  # type: ignore[method-assign]
+    checker = GrammarChecker(tokenizer, GrammarConfig(grammar_timeout=0.05))
     with pytest.raises(InvalidRequest, match="grammar-timeout"):
-        await check(checker, "json_schema", json.dumps({"enum": [f"v{n}" for n in range(2000)]}))
+        await check(checker, "regex", "(")
+    go_on.set()
     checker.close()

@@ -80,3 +80,15 @@ async def test_a_tool_s_schema_that_cannot_be_held_is_400(make: Callable[..., Fr
     assert response.status_code == 400
     assert "not" in json.dumps(response.json())
     assert (await front_end.chat(tools=tools)).status_code == 200
+
+
+@pytest.mark.parametrize(("parser", "is_wrapped"), [("think", True), ("deepseek_r1", True), ("none", False)])
+async def test_thoughts_may_come_before_the_form(make: Callable[..., FrontEnd], parser: str, is_wrapped: bool) -> None:
+    front_end = make(parsing={"reasoning_parser": parser})
+    assert (await front_end.chat(guided_regex="[0-9]+")).status_code == 200
+    grammar = front_end.submit.params.grammar
+    assert grammar is not None
+    assert (grammar.kind == "llguidance") == is_wrapped
+    assert ("</think>" in grammar.text) == is_wrapped
+    assert (await front_end.complete(guided_regex="[0-9]+")).status_code == 200
+    assert front_end.submit.params.grammar == GrammarSpec("regex", "[0-9]+")

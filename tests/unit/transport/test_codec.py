@@ -38,7 +38,7 @@ from headrace.transport.messages import (
     Submit,
     ToEngine,
 )
-from headrace.types import LogprobRows, RequestId, SamplingParams
+from headrace.types import GrammarSpec, LogprobRows, RequestId, SamplingParams
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "messages.json"
 
@@ -66,6 +66,7 @@ PARAMS = SamplingParams(
     logprobs=2,
     prompt_logprobs=-1,
     skip_special_tokens=False,
+    grammar=GrammarSpec("regex", "a+"),
 )
 TO_ENGINE: dict[str, ToEngine] = {
     "hello": Hello(3, "abc"),
