@@ -70,8 +70,8 @@ class EngineEndpoint:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._waker.fd, zmq.POLLIN)
         while True:
+            self._waker.clear()  # first: what is looked at below may change after it, and wakes again then
             is_last_turn = self._stopping.is_set()
-            self._waker.clear()
             self._send_all()
             if is_last_turn:
                 return

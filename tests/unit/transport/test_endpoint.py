@@ -143,3 +143,20 @@ def test_a_front_end_may_come_before_the_engine() -> None:
 def test_a_path_that_is_too_long_is_a_startup_error() -> None:
     with pytest.raises(StartupError, match="TMPDIR"):
         ipc_endpoint(Path("/tmp/" + "x" * 100))
+
+
+def test_a_stop_is_seen_at_whatever_moment_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Just before a turn clears the wake-up: it must look for the reason afterwards, or it would sleep for ever."""
+    endpoint = EngineEndpoint(ipc_endpoint(tmp_path))
+    clear = endpoint._waker.clear
+
+    def stop_and_clear() -> None:
+        endpoint._stopping.set()
+        endpoint._waker.wake()
+        clear()
+
+    monkeypatch.setattr(endpoint._waker, "clear", stop_and_clear)
+    endpoint.start(lambda client, message: None)
+    endpoint._thread.join(5.0)
+    assert not endpoint._thread.is_alive()
+    endpoint.close()
