@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from itertools import product
 from typing import Any
 
 import httpx
 import pytest
 
-from headrace.client.inproc import InprocClient
-from headrace.config.options import CacheConfig, SchedulerConfig, ServeConfig
-from headrace.engine.core import EngineCore
-from headrace.server.app import create_app
 from headrace.server.protocol.chat import ChatCompletionRequest
 from headrace.server.protocol.completions import CompletionRequest
-from headrace.testing.bytes import byte_tokenizer
-from headrace.testing.echo import EchoExecutor
-from headrace.testing.front_end import http_client
 
 VALUES: list[str] = [  # as JSON text: some of it no Python value would become
     "null", "true", "false", "0", "1", "-1", "2", "0.5", "-0.5", "1e300", "-1e300", "1e-300", "1e999", "NaN",
@@ -30,25 +22,6 @@ VALUES: list[str] = [  # as JSON text: some of it no Python value would become
 
 MODES = ("false", "true")  # of stream; the number of values is odd, so a field meets both
 MESSAGES = '[{"role": "user", "content": "Hi"}]'
-
-
-@pytest.fixture
-async def http() -> AsyncIterator[httpx.AsyncClient]:
-    config = ServeConfig()
-
-    def core() -> EngineCore:
-        executor = EchoExecutor(vocab_size=260, max_model_len=512, check_plans=True)
-        return EngineCore(executor, CacheConfig(num_kv_blocks=256), SchedulerConfig(max_num_seqs=16))
-
-    client = InprocClient(core, config.admission)
-    await client.wait_ready(30)
-    app = create_app(client, byte_tokenizer(), config, served_names=("echo",))
-    async with http_client(app, timeout=30) as http:
-        yield http
-    status = client.status()
-    assert (status.num_running, status.num_waiting, status.num_queued_tokens) == (0, 0, 0)
-    app.state.context.inputs.close()
-    await client.close()
 
 
 def body_of(fields: dict[str, str]) -> bytes:

@@ -3,24 +3,17 @@ on a real engine core: never a 5xx, always an error body, and the engine lives."
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import httpx
 import pytest
 
-from headrace.client.inproc import InprocClient
-from headrace.config.options import CacheConfig, SchedulerConfig, ServeConfig
-from headrace.engine.core import EngineCore
-from headrace.server.app import create_app
 from headrace.server.dialects.trl_generate import ChatBody, GenerateBody
 from headrace.server.protocol.common import GenerationRequest, RequestModel
 from headrace.server.protocol.generate import GenerateRequest, GenerateSampling
 from headrace.server.protocol.messages import MessagesRequest
 from headrace.server.protocol.responses import ResponsesRequest
 from headrace.server.protocol.token_generate import TokenGenerateRequest, TokenSampling
-from headrace.testing.bytes import byte_tokenizer
-from headrace.testing.echo import EchoExecutor
-from headrace.testing.front_end import http_client
 
 VALUES = [  # as JSON text
     "null", "true", "false", "0", "-1", "2", "0.5", "1e300", "NaN", "2147483648", "9223372036854775808",
@@ -78,25 +71,6 @@ def bodies() -> Iterator[tuple[str, str]]:
     for path, texts in groups.items():
         for text in texts:
             yield path, text
-
-
-@pytest.fixture
-async def http() -> AsyncIterator[httpx.AsyncClient]:
-    config = ServeConfig()
-
-    def core() -> EngineCore:
-        executor = EchoExecutor(vocab_size=260, max_model_len=512, check_plans=True)
-        return EngineCore(executor, CacheConfig(num_kv_blocks=256), SchedulerConfig(max_num_seqs=16))
-
-    client = InprocClient(core, config.admission)
-    await client.wait_ready(30)
-    app = create_app(client, byte_tokenizer(), config, served_names=("echo",))
-    async with http_client(app, timeout=30) as http:
-        yield http
-    status = client.status()
-    assert (status.num_running, status.num_waiting, status.num_queued_tokens) == (0, 0, 0)
-    app.state.context.inputs.close()
-    await client.close()
 
 
 @pytest.mark.timeout(120)
