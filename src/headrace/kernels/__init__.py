@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.kernels.ops import Backend
@@ -25,9 +26,15 @@ def describe(backend: str) -> str:
 
 
 def create_backend(
-    name: str, *, num_threads: int | None = None, kv_cache_dtype: str = "auto", quantization: str | None = None
+    name: str,
+    *,
+    num_threads: int | None = None,
+    kv_cache_dtype: str = "auto",
+    quantization: str | None = None,
+    group: Any = None,
 ) -> Backend:
-    """A new backend by name; `auto` is the fastest that this installation has.
+    """A new backend by name; `auto` is the fastest that this installation has. `group` is for rank 0 of several, which
+    are native.
 
     Raises ConfigError for an unknown name, native kernels that were not built, or an option that only these have.
     """
@@ -42,7 +49,9 @@ def create_backend(
             )
         from headrace.kernels.native.backend import NativeBackend
 
-        return NativeBackend(num_threads, quantization, has_int8_kv=kv_cache_dtype == "int8")
+        return NativeBackend(num_threads, quantization, kv_cache_dtype == "int8", group)
+    if group is not None:
+        raise ConfigError(f"--tensor-parallel-size above 1 needs the native kernels; the backend is {name!r}")
     if quantization is not None:
         raise ConfigError(
             f"quantization is {quantization!r}, which only the native kernels have; the backend is {name!r}"

@@ -5,14 +5,15 @@ call at once; a compiled backend records the calls the first time and replays th
 model must not branch on a batch's contents: everything that varies from step to step stands in `StepInputs`.
 
 Shape suffixes: T tokens of the step, D hidden, H query heads, G KV heads, K head size, F feed-forward, V vocabulary,
-S sequences, R rows whose logits are wanted, B block-table width.
+S sequences, R rows whose logits are wanted, U rows whose hidden states are, B block-table width, E experts, P physical
+slots that hold experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -35,6 +36,7 @@ class StepInputs:
     context_lens_S: np.ndarray  # int32, tokens of the sequence after this step
     block_tables_SB: np.ndarray  # int32, block ids; behind a sequence's own stands anything
     logit_rows_R: np.ndarray  # int32, indices into T
+    hidden_rows_U: np.ndarray | None = None  # likewise; None: no row's
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class StepOutputs:
     logits_RV: np.ndarray  # float32
     best_R: np.ndarray  # int64, the first largest of each row; where the row is not finite it means nothing
     finite_R: np.ndarray  # bool, whether all of the row is finite
+    hidden_UD: np.ndarray | None = None  # float32, the states that the head would see; None if none are wanted
 
 
 class Draw(NamedTuple):
@@ -83,11 +86,61 @@ class AttentionSpec:
     soft_cap: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingSpec:
+    """How a router's scores choose experts.
+
+    Scores become probabilities (`scoring`). The `num_per_token` experts with the highest probability plus correction
+    bias are chosen, of equal ones the lowest index; their weights are the probabilities without the bias, divided by
+    their sum if `is_normalised`, times `scale`. With `num_groups` above 1 only experts of the `num_groups_used` best
+    groups count (DeepSeek-V3, arXiv 2412.19437); a group's worth is the sum of its `num_per_group_score` best.
+    """
+
+    num_experts: int
+    num_per_token: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    is_normalised: bool = True
+    norm_floor: float = 0.0  # the least sum that weights are divided by
+    scale: float = 1.0
+    num_groups: int = 1
+    num_groups_used: int = 1
+    num_per_group_score: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeSpec:
+    """One mixture-of-experts block: each chosen expert is a gated MLP."""
+
+    routing: RoutingSpec
+    activation: str
+    inner_size: int  # F of one expert
+    inner_sizes: tuple[int, ...] = ()  # of each rank's part, where every expert is cut across ranks; else each is whole
+    output_sizes: tuple[int, ...] = ()  # likewise, of D
+
+
+class Experts(Protocol):
+    """One layer's experts as this rank holds them. P slots over all ranks; an expert with several slots has replicas.
+
+    A token at position t goes to replica t modulo the number of replicas, in the order of the slots. Everything but
+    `take_counts` belongs between steps.
+    """
+
+    def place(self, slots_P: np.ndarray, held: Mapping[int, tuple[Packed, Packed]]) -> None:
+        """From the next step on slot p holds expert slots_P[p]. `held` has (gate and up, down) of the slots that this
+        rank computes."""
+        ...
+
+    def take_counts(self) -> np.ndarray:
+        """Tokens that each slot was given since the last call, on any rank: int64 [P]. Any thread."""
+        ...
+
+
 class Ops(Protocol):
     """One step's operations. The step's `StepInputs` and the KV memory are bound to the instance."""
 
-    def embed(self, table: Packed) -> Tensor:
-        """Rows of the [V, D] table for the step's tokens: [T, D]."""
+    def embed(self, table: Packed, first_row: int | None = None) -> Tensor:
+        """Rows of the [V, D] table for the step's tokens: [T, D]. With `first_row` the table is this rank's part of
+        one that is cut by rows, and begins there."""
         ...
 
     def scale(self, x: Tensor, factor: float) -> Tensor: ...
@@ -118,6 +171,23 @@ class Ops(Protocol):
 
     def gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         """activation(gate) * up; `activation` is silu, gelu or gelu_tanh."""
+        ...
+
+    def moe(self, x: Tensor, scores_TE: Tensor, bias_E: Packed | None, experts: Experts, spec: MoeSpec) -> Tensor:
+        """The chosen experts' outputs for x [T, D], weighted and added up in the order of choice: [T, D]."""
+        ...
+
+    def gate_rows(self, x: Tensor, gate_T1: Tensor) -> Tensor:
+        """x [T, D] times the sigmoid of one number per row."""
+        ...
+
+    def gather(self, x: Tensor | None, sizes: tuple[int, ...]) -> Tensor:
+        """All ranks' columns side by side, in the order of ranks: [T, sum of sizes]. x is this rank's part, None where
+        its size is 0."""
+        ...
+
+    def hidden_rows(self, x: Tensor, weight: Packed, eps: float) -> None:
+        """Hands out the rows whose hidden states are wanted, after this norm. At most once in a model."""
         ...
 
     def logit_rows(self, x: Tensor) -> Tensor:
@@ -177,6 +247,10 @@ class Backend(Protocol):
         """For a new set of weights, beside those that are in use."""
         ...
 
+    def experts(self, num_experts: int) -> Experts:
+        """A layer's experts, with nothing in it yet."""
+        ...
+
     def formats(self, packed: Packed) -> Formats:
         """How the parts of a handle are stored; empty where everything is float32."""
         ...
@@ -187,6 +261,14 @@ class Backend(Protocol):
 
     def unpack(self, part: Any) -> np.ndarray:
         """What a part stands for, as float32 of the tensor's shape. Any thread."""
+        ...
+
+    def raw(self, part: Any) -> np.ndarray:
+        """The bytes of a packed matrix, writable: uint8 [bytes]."""
+        ...
+
+    def blank(self, kind: str, rows: int, cols: int) -> Any:
+        """A packed matrix of zeros, in memory of its own, for the bytes of another one. Any thread."""
         ...
 
     def prepare(self, model: Model) -> None:

@@ -7,9 +7,12 @@ compute).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from headrace.errors import CheckpointError
 
+MAX_EXPERTS = 4096  # of one layer
+MAX_EXPERTS_IN_ALL = 1 << 17  # so that a corrupt number cannot ask for millions of tensors
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
@@ -33,6 +36,26 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MoeConfig:
+    """Mixture of experts: which layers have it, how their router chooses, what else they hold."""
+
+    moe_layers: tuple[bool, ...]  # one per layer; the others are dense
+    num_experts: int
+    num_experts_per_token: int
+    expert_size: int  # inner size of one expert
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    is_normalised: bool = True  # weights of the chosen experts are divided by their sum
+    norm_floor: float = 0.0  # the least sum that they are divided by
+    scale: float = 1.0  # of the weights
+    num_groups: int = 1  # only experts of the best groups can be chosen (DeepSeek-V3)
+    num_groups_used: int = 1
+    num_per_group_score: int = 1  # a group is worth the sum of its so many best experts
+    has_routing_bias: bool = False  # added to the probabilities for the choice, not for the weights
+    shared_size: int = 0  # inner size of the MLP that every token passes beside its experts; 0: none
+    has_shared_gate: bool = False  # its output is scaled by the sigmoid of one number per token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
     """One decoder-only transformer. The variants' defaults are Llama's."""
 
@@ -53,7 +76,8 @@ class DecoderConfig:
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     has_mlp_bias: bool = False
-    has_qk_norm: bool = False
+    has_head_bias: bool = False
+    qk_norm: Literal["head", "whole"] | None = None  # each head of queries and keys is normed, or all together (OLMoE)
     has_post_norms: bool = False  # norms after attention and MLP too, before the residual sum (Gemma)
     norm_offset: float = 0.0  # added to stored norm weights (Gemma stores weight - 1)
     embedding_scale: float = 1.0
@@ -63,9 +87,13 @@ class DecoderConfig:
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] = ()  # one per layer; empty: none slides
     local_rope: RopeConfig | None = None  # of sliding layers, where it differs
+    moe: MoeConfig | None = None
 
     def is_sliding(self, layer: int) -> bool:
         return bool(self.sliding_layers) and self.sliding_layers[layer]
+
+    def is_moe(self, layer: int) -> bool:
+        return self.moe is not None and self.moe.moe_layers[layer]
 
     def layer_rope(self, layer: int) -> RopeConfig:
         return self.local_rope if self.local_rope is not None and self.is_sliding(layer) else self.rope
@@ -86,6 +114,8 @@ def check_config(config: DecoderConfig, where: str) -> DecoderConfig:
             )
         if rope is not None and rope.divisors is not None and len(rope.divisors) != rope.rotary_dim // 2:
             raise refuse(f"{len(rope.divisors)} rope frequency factors; {rope.rotary_dim // 2} are needed")
+    if config.has_head_bias and config.has_tied_head:
+        raise refuse("a head with a bias that is tied to the embedding; without a bias, or untied is allowed")
     if config.activation not in ACTIVATIONS:
         raise refuse(f"activation {config.activation[:40]!r}; allowed: {', '.join(ACTIVATIONS)}")
     if config.sliding_layers and len(config.sliding_layers) != config.num_layers:
@@ -94,4 +124,28 @@ def check_config(config: DecoderConfig, where: str) -> DecoderConfig:
         raise refuse("some layers slide, but there is no sliding_window")
     if any(not 0 <= token_id < config.vocab_size for token_id in config.eos_token_ids):
         raise refuse(f"EOS token ids {config.eos_token_ids} outside the vocabulary of {config.vocab_size}")
+    if config.moe is not None and (problem := _moe_problem(config.moe, config.num_layers)):
+        raise refuse(problem)
     return config
+
+
+def _moe_problem(moe: MoeConfig, num_layers: int) -> str | None:
+    """What does not fit together, if anything."""
+    if len(moe.moe_layers) != num_layers:
+        return f"{len(moe.moe_layers)} entries say which layers have experts, for {num_layers} layers"
+    num_in_all = sum(moe.moe_layers) * moe.num_experts
+    if num_in_all > MAX_EXPERTS_IN_ALL:
+        return f"{num_in_all} experts in all layers; up to {MAX_EXPERTS_IN_ALL} are allowed"
+    if moe.num_experts % moe.num_groups:
+        return f"{moe.num_experts} experts are no multiple of {moe.num_groups} expert groups"
+    group_size = moe.num_experts // moe.num_groups
+    if not 1 <= moe.num_groups_used <= moe.num_groups:
+        return f"{moe.num_groups_used} expert groups are used; 1 to {moe.num_groups} are allowed"
+    if not 1 <= moe.num_per_group_score <= group_size:
+        return f"{moe.num_per_group_score} experts make a group's score; 1 to {group_size} are allowed"
+    num_choices = moe.num_groups_used * group_size
+    if not 1 <= moe.num_experts_per_token <= num_choices:
+        return f"{moe.num_experts_per_token} experts per token; 1 to {num_choices} are allowed"
+    if moe.has_shared_gate and not moe.shared_size:
+        return "a gate of the shared expert, but no shared expert"
+    return None

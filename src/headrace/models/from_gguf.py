@@ -1,16 +1,18 @@
 """Maps GGUF metadata to `DecoderConfig`, one function per architecture.
 
 Registered in `registry.py`. What metadata does not say follows llama.cpp (github.com/ggml-org/llama.cpp, MIT): the
-rotary pairing of each architecture, Gemma's pattern of sliding layers, its local theta and its 27B attention scale.
+rotary pairing of each architecture, Gemma's pattern of sliding layers, its local theta and its 27B attention scale,
+and which families divide the weights of the chosen experts by their sum.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from headrace.models.config import DecoderConfig, RopeConfig, check_config
+from headrace.models.config import MAX_EXPERTS, DecoderConfig, MoeConfig, RopeConfig, check_config
 from headrace.models.fields import Fields
 from headrace.models.rope import yarn_attention_factor
 from headrace.weights.checkpoint import Checkpoint
@@ -22,15 +24,13 @@ GEMMA3_27B_LAYERS = 62
 
 
 def llama(checkpoint: Checkpoint) -> DecoderConfig:
-    """Llama, SmolLM2, Mistral. llama.cpp permutes q and k so that rotary pairs are neighbours."""
+    """Llama, SmolLM2, Mistral, Mixtral. llama.cpp permutes q and k so that rotary pairs are neighbours."""
     fields = _fields(checkpoint)
-    if fields.raw("expert_count"):
-        raise fields.refuse("expert_count", fields.raw("expert_count"), "0 (no mixture of experts)")
-    variant: dict[str, Any] = {}
+    variant: dict[str, Any] = {"moe": _moe(checkpoint, fields)} if fields.raw("expert_count") else {}
     if fields.raw("attention.sliding_window"):
         num_layers = fields.integer("block_count", high=1000)
         window = fields.integer("attention.sliding_window")
-        variant = {"sliding_window": window, "sliding_layers": (True,) * num_layers}
+        variant |= {"sliding_window": window, "sliding_layers": (True,) * num_layers}
     return _build(checkpoint, fields, is_interleaved=True, **variant)
 
 
@@ -39,11 +39,36 @@ def qwen2(checkpoint: Checkpoint) -> DecoderConfig:
 
 
 def qwen3(checkpoint: Checkpoint) -> DecoderConfig:
-    return _build(checkpoint, _fields(checkpoint), has_qk_norm=True)
+    return _build(checkpoint, _fields(checkpoint), qk_norm="head")
 
 
 def ernie4_5(checkpoint: Checkpoint) -> DecoderConfig:
     return _build(checkpoint, _fields(checkpoint), is_interleaved=True, default_theta=500000.0)
+
+
+def qwen3moe(checkpoint: Checkpoint) -> DecoderConfig:
+    fields = _fields(checkpoint)
+    return _build(checkpoint, fields, qk_norm="head", moe=_moe(checkpoint, fields))
+
+
+def qwen2moe(checkpoint: Checkpoint) -> DecoderConfig:
+    fields = _fields(checkpoint)
+    default_size = fields.integer("feed_forward_length") // fields.integer("expert_used_count")
+    moe = _moe(checkpoint, fields, is_normalised=False, default_size=default_size)
+    return _build(checkpoint, fields, moe=replace(moe, has_shared_gate=True))
+
+
+def olmoe(checkpoint: Checkpoint) -> DecoderConfig:
+    fields = _fields(checkpoint)
+    if fields.raw("attention.clamp_kqv"):
+        raise fields.refuse("attention.clamp_kqv", fields.raw("attention.clamp_kqv"), "0, or none at all")
+    return _build(checkpoint, fields, qk_norm="whole", moe=_moe(checkpoint, fields, is_normalised=False))
+
+
+def ernie4_5_moe(checkpoint: Checkpoint) -> DecoderConfig:
+    fields = _fields(checkpoint)
+    moe = replace(_moe(checkpoint, fields), norm_floor=1e-12, has_routing_bias=True)
+    return _build(checkpoint, fields, is_interleaved=True, default_theta=500000.0, moe=moe)
 
 
 def gemma3(checkpoint: Checkpoint) -> DecoderConfig:
@@ -62,7 +87,7 @@ def gemma3(checkpoint: Checkpoint) -> DecoderConfig:
         default_theta=1_000_000.0,
         local_rope=RopeConfig(theta=local_theta, rotary_dim=head_dim),
         activation="gelu_tanh",
-        has_qk_norm=True,
+        qk_norm="head",
         has_post_norms=True,
         embedding_scale=float(np.sqrt(np.float32(hidden_size))),
         attention_scale=scale_base**-0.5,
@@ -70,6 +95,24 @@ def gemma3(checkpoint: Checkpoint) -> DecoderConfig:
         attention_soft_cap=_optional_number(fields, "attn_logit_softcapping"),
         sliding_window=fields.integer("attention.sliding_window"),
         sliding_layers=tuple(bool((i + 1) % pattern) for i in range(num_layers)),
+    )
+
+
+def _moe(
+    checkpoint: Checkpoint, fields: Fields, *, is_normalised: bool = True, default_size: int | None = None
+) -> MoeConfig:
+    """Layers with a router have experts. The size of a shared one is that of its tensor: metadata has been wrong."""
+    num_layers = fields.integer("block_count", high=1000)
+    shared = [t for name, t in checkpoint.tensors.items() if name.endswith(".ffn_gate_shexp.weight")]
+    expert_size = fields.integer("expert_feed_forward_length", default_size or fields.integer("feed_forward_length"))
+    return MoeConfig(
+        moe_layers=tuple(f"blk.{i}.ffn_gate_inp.weight" in checkpoint.tensors for i in range(num_layers)),
+        num_experts=fields.integer("expert_count", high=MAX_EXPERTS),
+        num_experts_per_token=fields.integer("expert_used_count", high=MAX_EXPERTS),
+        expert_size=expert_size,
+        is_normalised=fields.boolean("expert_weights_norm", is_normalised),
+        scale=fields.number("expert_weights_scale", 1.0),
+        shared_size=shared[0].shape[0] if shared else 0,
     )
 
 

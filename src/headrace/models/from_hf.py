@@ -20,15 +20,16 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_ta
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def _fields(checkpoint: Checkpoint) -> Fields:
+def fields_of(checkpoint: Checkpoint) -> Fields:
+    """Of config.json."""
     return Fields(checkpoint.metadata, str(checkpoint.path / "config.json"))
 
 
 def llama(checkpoint: Checkpoint) -> DecoderConfig:
     """Llama 1 to 3, SmolLM2."""
-    fields = _fields(checkpoint)
+    fields = fields_of(checkpoint)
     has_bias = fields.boolean("attention_bias", False)
-    return _build(
+    return build(
         checkpoint,
         fields,
         {"num_key_value_heads": None, "max_position_embeddings": 2048, "tie_word_embeddings": False, "eos_token_id": 2},
@@ -39,9 +40,8 @@ def llama(checkpoint: Checkpoint) -> DecoderConfig:
 
 
 def mistral(checkpoint: Checkpoint) -> DecoderConfig:
-    fields = _fields(checkpoint)
-    # An absent window is the class's default, a null one means none.
-    window = 4096 if "sliding_window" not in fields.values else _window(fields)
+    fields = fields_of(checkpoint)
+    window = window_of(fields, 4096)
     num_layers = fields.integer("num_hidden_layers", high=1000)
     defaults = {
         "num_key_value_heads": 8,
@@ -49,24 +49,22 @@ def mistral(checkpoint: Checkpoint) -> DecoderConfig:
         "tie_word_embeddings": False,
         "eos_token_id": 2,
     }
-    return _build(
-        checkpoint, fields, defaults, sliding_window=window, sliding_layers=(window is not None,) * num_layers
-    )
+    return build(checkpoint, fields, defaults, sliding_window=window, sliding_layers=(window is not None,) * num_layers)
 
 
 def qwen2(checkpoint: Checkpoint) -> DecoderConfig:
-    fields = _fields(checkpoint)
-    return _build(checkpoint, fields, _QWEN, has_qkv_bias=True, **_qwen_sliding(fields))
+    fields = fields_of(checkpoint)
+    return build(checkpoint, fields, _QWEN, has_qkv_bias=True, **_qwen_sliding(fields))
 
 
 def qwen3(checkpoint: Checkpoint) -> DecoderConfig:
-    fields = _fields(checkpoint)
+    fields = fields_of(checkpoint)
     has_bias = fields.boolean("attention_bias", False)
-    return _build(
+    return build(
         checkpoint,
         fields,
         _QWEN | {"head_dim": 128},
-        has_qk_norm=True,
+        qk_norm="head",
         has_qkv_bias=has_bias,
         has_output_bias=has_bias,
         **_qwen_sliding(fields),
@@ -75,7 +73,7 @@ def qwen3(checkpoint: Checkpoint) -> DecoderConfig:
 
 def ernie4_5(checkpoint: Checkpoint) -> DecoderConfig:
     """ERNIE 4.5, dense. Its rotary pairs are neighbours."""
-    fields = _fields(checkpoint)
+    fields = fields_of(checkpoint)
     has_bias = fields.boolean("use_bias", False)
     defaults = {
         "num_key_value_heads": 2,
@@ -87,16 +85,16 @@ def ernie4_5(checkpoint: Checkpoint) -> DecoderConfig:
         "is_interleaved": True,
         "eos_token_id": 2,
     }
-    return _build(checkpoint, fields, defaults, has_qkv_bias=has_bias, has_output_bias=has_bias, has_mlp_bias=has_bias)
+    return build(checkpoint, fields, defaults, has_qkv_bias=has_bias, has_output_bias=has_bias, has_mlp_bias=has_bias)
 
 
 def gemma3_text(checkpoint: Checkpoint) -> DecoderConfig:
-    return _gemma3(checkpoint, _fields(checkpoint))
+    return _gemma3(checkpoint, fields_of(checkpoint))
 
 
 def gemma3(checkpoint: Checkpoint) -> DecoderConfig:
     """The text part of a multimodal Gemma 3."""
-    return _gemma3(checkpoint, _fields(checkpoint).section("text_config"))
+    return _gemma3(checkpoint, fields_of(checkpoint).section("text_config"))
 
 
 _QWEN: dict[str, Any] = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "tie_word_embeddings": False}
@@ -123,7 +121,7 @@ def _gemma3(checkpoint: Checkpoint, fields: Fields) -> DecoderConfig:
     default_types = [SLIDING if (i + 1) % pattern else FULL for i in range(num_layers)]
     has_bias = fields.boolean("attention_bias", False)
     hidden_size = fields.integer("hidden_size", _GEMMA3["hidden_size"])
-    return _build(
+    return build(
         checkpoint,
         fields,
         _GEMMA3,
@@ -131,20 +129,20 @@ def _gemma3(checkpoint: Checkpoint, fields: Fields) -> DecoderConfig:
         activation_default="gelu_pytorch_tanh",
         has_qkv_bias=has_bias,
         has_output_bias=has_bias,
-        has_qk_norm=True,
+        qk_norm="head",
         has_post_norms=True,
         norm_offset=1.0,
         embedding_scale=float(np.sqrt(np.float32(hidden_size))),
         attention_scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
         attention_soft_cap=_optional_number(fields, "attn_logit_softcapping"),
         logit_soft_cap=_optional_number(fields, "final_logit_softcapping"),
-        sliding_window=4096 if "sliding_window" not in fields.values else _window(fields),
-        sliding_layers=_layer_types(fields, default_types),
+        sliding_window=window_of(fields, 4096),
+        sliding_layers=layer_types(fields, default_types),
         local_theta=fields.number("rope_local_base_freq", 10000.0),
     )
 
 
-def _build(
+def build(
     checkpoint: Checkpoint,
     fields: Fields,
     defaults: dict[str, Any],
@@ -225,7 +223,10 @@ def _rope(fields: Fields, defaults: dict[str, Any], head_dim: int, layer_type: s
     return rope
 
 
-def _window(fields: Fields) -> int | None:
+def window_of(fields: Fields, default: int | None) -> int | None:
+    """An absent window is the class's default, a null one means none."""
+    if "sliding_window" not in fields.values:
+        return default
     return None if fields.raw("sliding_window") is None else fields.integer("sliding_window")
 
 
@@ -233,7 +234,8 @@ def _optional_number(fields: Fields, key: str) -> float | None:
     return None if fields.raw(key) is None else fields.number(key)
 
 
-def _layer_types(fields: Fields, default: list[str]) -> tuple[bool, ...]:
+def layer_types(fields: Fields, default: list[str]) -> tuple[bool, ...]:
+    """Which layers slide."""
     types = default if fields.raw("layer_types") is None else fields.raw("layer_types")
     if not isinstance(types, list) or any(kind not in (FULL, SLIDING) for kind in types):
         raise fields.refuse("layer_types", types, f"a list of {FULL} and {SLIDING}")
@@ -244,20 +246,20 @@ def _qwen_sliding(fields: Fields) -> dict[str, Any]:
     """Qwen's upper layers slide, when that is on at all."""
     if not fields.boolean("use_sliding_window", False):
         return {}
-    window = 4096 if "sliding_window" not in fields.values else _window(fields)
+    window = window_of(fields, 4096)
     if window is None:
         return {}
     first = fields.integer("max_window_layers", 28, low=0)
     num_layers = fields.integer("num_hidden_layers", high=1000)
     types = [SLIDING if i >= first else FULL for i in range(num_layers)]
-    return {"sliding_window": window, "sliding_layers": _layer_types(fields, types)}
+    return {"sliding_window": window, "sliding_layers": layer_types(fields, types)}
 
 
 def _eos(checkpoint: Checkpoint, fields: Fields, default: int | None) -> tuple[int, ...]:
     """Of config.json and generation_config.json together."""
     places = [
         Fields(checkpoint.generation, str(checkpoint.path / "generation_config.json")),
-        _fields(checkpoint),
+        fields_of(checkpoint),
         fields,
     ]
     token_ids: list[int] = []

@@ -20,6 +20,14 @@ from headrace.weights.tensor import CheckpointTensor, TensorKind
 
 BOS, EOS, IM_START, IM_END = 256, 257, 258, 259
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<|im_start|>", "<|im_end|>")
+MOE_KEYS = {
+    "qwen3_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    "qwen2_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    "mixtral": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
+    "olmoe": ("num_experts", "num_experts_per_tok", "intermediate_size"),
+    "ernie4_5_moe": ("moe_num_experts", "moe_k", "moe_intermediate_size"),
+}
+"""What config.json calls the number of experts, those per token, and the inner size of one."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -40,11 +48,16 @@ def write_tiny_model(  # budget: every parameter is one dimension of the model
     intermediate_size: int = 64,
     max_positions: int = 2048,
     has_tied_head: bool = False,
+    num_experts: int = 8,
+    num_experts_per_token: int = 2,
+    expert_size: int = 24,
+    router_skew: float = 0.0,
     **config: Any,
 ) -> Path:
     """A model of `architecture` (a model_type of the registry) in `folder`, which is made; returns the folder.
 
-    `config` adds or replaces keys of config.json. The same arguments give the same bytes.
+    `config` adds or replaces keys of config.json. The same arguments give the same bytes. The sizes of experts matter
+    to architectures that have some; with a `router_skew` (2 is much) a few experts get most of the tokens.
     """
     assert vocab_size >= 256 + len(SPECIAL_TOKENS), "bytes and special tokens must fit"
     folder.mkdir(parents=True, exist_ok=True)
@@ -62,9 +75,14 @@ def write_tiny_model(  # budget: every parameter is one dimension of the model
         "tie_word_embeddings": has_tied_head,
         "bos_token_id": BOS,
         "eos_token_id": [EOS, IM_END],
-    } | config
+    }
+    if architecture in MOE_KEYS:
+        sizes = (num_experts, num_experts_per_token, expert_size)
+        values |= dict(zip(MOE_KEYS[architecture], sizes, strict=True))
+        values |= {"norm_topk_prob": True}
+    values |= config
     _write_json(folder / "config.json", values)
-    _write_weights(folder, values, np.random.default_rng(seed))
+    _write_weights(folder, values, np.random.default_rng(seed), router_skew)
     _write_tokenizer(folder, vocab_size, max_positions)
     return folder
 
@@ -73,7 +91,7 @@ def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_weights(folder: Path, values: dict[str, Any], rng: np.random.Generator) -> None:
+def _write_weights(folder: Path, values: dict[str, Any], rng: np.random.Generator, router_skew: float) -> None:
     """Matrices keep the size of what passes through; the head is stretched so that its choice is clear and varies."""
     family = FAMILIES["safetensors"][values["model_type"]]
     config = family.make_config(Checkpoint(folder, "safetensors", values["model_type"], values, {}, {}))
@@ -82,15 +100,31 @@ def _write_weights(folder: Path, values: dict[str, Any], rng: np.random.Generato
         source_name = family.names.source_name(name)
         if name.endswith("norm.weight"):
             numbers = 1.0 - config.norm_offset + 0.2 * rng.standard_normal(shape)
+        elif name.endswith("router.bias"):
+            numbers = 0.02 * rng.standard_normal(shape)
         elif name.endswith(".bias"):
             numbers = 0.2 * rng.standard_normal(shape)
         elif name == "embed.weight":
             numbers = rng.standard_normal(shape) / config.embedding_scale
         else:
             numbers = rng.standard_normal(shape) * shape[-1] ** -0.5 * (3.0 if name == "head.weight" else 1.5)
+        if router_skew:
+            numbers = _skewed(name, numbers, router_skew, rng)
         data = np.ascontiguousarray(numbers, np.float32).view(np.uint8).reshape(-1)
         tensors.append(CheckpointTensor(source_name, shape, TensorKind.F32, data))
     write_safetensors(folder / "model.safetensors", tensors)
+
+
+def _skewed(name: str, numbers: np.ndarray, skew: float, rng: np.random.Generator) -> np.ndarray:
+    """Embeddings share a part along the vector of ones, which routers score by Zipf's law, in a random order of the
+    experts; the head does not see it."""
+    if name == "embed.weight":
+        return numbers + 1.0
+    if name == "head.weight":
+        numbers = numbers - numbers.mean(axis=1, keepdims=True)
+    if name.endswith("router.weight"):
+        numbers = numbers - skew / numbers.shape[1] * np.log(1 + rng.permutation(numbers.shape[0]))[:, None]
+    return numbers
 
 
 def write_safetensors(path: Path, tensors: list[CheckpointTensor]) -> None:

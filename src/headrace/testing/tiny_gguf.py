@@ -27,6 +27,11 @@ ARCHITECTURES = {
     "qwen3": "qwen3",
     "gemma3_text": "gemma3",
     "ernie4_5": "ernie4_5",
+    "qwen3_moe": "qwen3moe",
+    "qwen2_moe": "qwen2moe",
+    "mixtral": "llama",
+    "olmoe": "olmoe",
+    "ernie4_5_moe": "ernie4_5-moe",
 }
 
 
@@ -41,8 +46,17 @@ def write_tiny_gguf(folder: Path, path: Path, *, kinds: Mapping[str, str] | None
     architecture = ARCHITECTURES[config.architecture]
     writer = gguf.GGUFWriter(path, architecture)
     _add_metadata(writer, config, architecture)
+    experts: dict[str, list[np.ndarray]] = {}  # of each fused tensor, in their order
     for name, tensor in match_tensors(checkpoint, config, family.names).items():
-        _add_tensor(writer, name, tensor, config, architecture, (kinds or {}).get(name.split(".")[-2], "F32"))
+        kind = (kinds or {}).get(name.split(".")[-2], "F32")
+        if ".experts." not in name:
+            _add_tensor(writer, name, tensor, config, architecture, kind)
+            continue
+        _, layer, _, _, module, _ = name.split(".")
+        fused = f"blk.{layer}.ffn_{module}_exps.weight"
+        experts.setdefault(fused, []).append(tensor.dequantize())
+        if config.moe is not None and len(experts[fused]) == config.moe.num_experts:
+            _write(writer, fused, np.stack(experts.pop(fused)), kind)
     if config.rope.scaling == "llama3":
         plain = 1.0 / config.rope.theta ** (np.arange(0, config.rope.rotary_dim, 2) / config.rope.rotary_dim)
         writer.add_tensor(ROPE_FREQS, (plain / rope_spec(config.rope).inv_freq).astype(np.float32))
@@ -71,6 +85,10 @@ def _add_metadata(writer: gguf.GGUFWriter, config: DecoderConfig, architecture: 
         writer.add_string(f"{architecture}.rope.scaling.type", config.rope.scaling)
         writer.add_rope_scaling_factor(config.rope.factor)
         writer.add_rope_scaling_orig_ctx_len(config.rope.original_max_positions)
+    if config.moe is not None:
+        writer.add_expert_count(config.moe.num_experts)
+        writer.add_expert_used_count(config.moe.num_experts_per_token)
+        writer.add_expert_feed_forward_length(config.moe.expert_size)
     for key, token_id in zip(("eos", "eot"), config.eos_token_ids, strict=False):
         writer.add_uint32(f"tokenizer.ggml.{key}_token_id", token_id)
 
@@ -86,8 +104,14 @@ def _add_tensor(
         # Halves become neighbours: the converter's permutation for interleaved rotary pairs.
         rows = numbers.reshape(-1, 2, config.head_dim // 2, *numbers.shape[1:])
         numbers = np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(numbers.shape)
-    if kind == "F32" or numbers.ndim == 1:
-        writer.add_tensor(GGUF.source_name(name), numbers)
+    if module == "shared_expert_gate":
+        numbers = numbers[0]
+    _write(writer, GGUF.source_name(name), numbers, "F32" if numbers.ndim == 1 else kind)
+
+
+def _write(writer: gguf.GGUFWriter, name: str, numbers: np.ndarray, kind: str) -> None:
+    if kind == "F32":
+        writer.add_tensor(name, numbers)
     else:
         ggml_kind = gguf.GGMLQuantizationType[kind]
-        writer.add_tensor(GGUF.source_name(name), gguf.quantize(numbers, ggml_kind), raw_dtype=ggml_kind)
+        writer.add_tensor(name, gguf.quantize(numbers, ggml_kind), raw_dtype=ggml_kind)

@@ -6,6 +6,7 @@ reference one through `dequantize()`, a compiled one may repack `data` itself. N
 
 from __future__ import annotations
 
+import math
 import mmap
 from dataclasses import dataclass
 from enum import Enum
@@ -70,11 +71,31 @@ class CheckpointTensor:
 
         return has_only_finite(self.data, self.kind)
 
+    def fitted(self, shape: tuple[int, ...]) -> CheckpointTensor | None:
+        """The same numbers in `shape`, None if they have another; leading axes of length 1 make no difference."""
+        if self.shape == shape:
+            return self
+        is_like = _without_ones(self.shape) == _without_ones(shape)
+        return CheckpointTensor(self.name, shape, self.kind, self.data) if is_like else None
+
+    def rows(self, rows: range) -> CheckpointTensor:
+        """Some of the rows, as a view; of a vector, some of its numbers."""
+        num_bytes = self.kind.num_bytes(math.prod(self.shape[1:]))
+        part = self.data[rows.start * num_bytes : rows.stop * num_bytes]
+        return CheckpointTensor(self.name, (len(rows), *self.shape[1:]), self.kind, part)
+
     def dequantize(self) -> np.ndarray:
         """The numbers as a new float32 array of `shape`."""
         from headrace.weights.quants import dequantize  # imports this module for the kinds
 
         return dequantize(self.data, self.kind).reshape(self.shape)
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Leading axes of length 1 dropped."""
+    while len(shape) > 1 and shape[0] == 1:
+        shape = shape[1:]
+    return shape
 
 
 def map_file(path: Path) -> mmap.mmap:

@@ -25,6 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "gemma3_text": {"sliding_window": 6, "final_logit_softcapping": 5.0, "num_layers": 3, "sliding_window_pattern": 2},
     "qwen3": {"hidden_act": "gelu"},
+    "ernie4_5_moe": {"num_experts": 6, "num_experts_per_token": 3},
 }
 LENGTHS = (37, 5, 21, 1)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.kernels import Backend
+from headrace.kernels import Backend, create_backend
 from headrace.kernels.ops import KVSpec
 from headrace.testing.op_models import OpModel, float_tensor, on_rows, random_tensor, run_rows, step_of
 from headrace.weights.tensor import TensorKind
@@ -141,3 +141,42 @@ def test_more_threads_than_cores_and_short_lives() -> None:
             found = backend.run(models[step // 5 % 2], step_of(num_rows))  # each change of model drops a program
             assert found.logits_RV.tobytes() == expected[:num_rows].tobytes(), (round_, step)
             np.testing.assert_array_equal(found.best_R, found.logits_RV.argmax(axis=1))
+
+
+@pytest.mark.parametrize("make_backend", [lambda: NativeBackend(2), lambda: create_backend("reference-exact")])
+def test_hidden_states_of_the_rows_that_are_asked_for(make_backend: Any) -> None:
+    """They come beside the same logits, of any rows in any order; a step that wants none gets none."""
+    backend = make_backend()
+    table, norm = backend.packer().pack_table(float_tensor(X)), backend.packer().pack_vector(float_tensor(X[0]))
+    head = backend.packer().pack_linear([float_tensor(X[:50])])
+
+    def forward(ops: Any) -> Any:
+        x = ops.scale(ops.embed(table), 2.0)
+        ops.hidden_rows(x, norm, 1e-5)
+        return ops.linear(ops.rms_norm(ops.logit_rows(x), norm, 1e-5), head)
+
+    model = OpModel(forward)
+    backend.allocate_kv(KVSpec(1, 1, 16), 13, 16)
+    plain = backend.run(model, step_of(200))
+    assert plain.hidden_UD is None
+    logits = plain.logits_RV.copy()
+    for wanted, num_logits in (([5], 200), ([7, 3, 199, 3], 2), (list(range(200)), 0)):
+        inputs = step_of(200, list(range(num_logits)))
+        outputs = backend.run(model, dataclasses.replace(inputs, hidden_rows_U=np.array(wanted, np.int32)))
+        rows = 2 * X[wanted].astype(np.float64)
+        expected = rows / np.sqrt(np.square(rows).mean(axis=1, keepdims=True) + 1e-5) * X[0]
+        assert outputs.hidden_UD is not None
+        np.testing.assert_allclose(outputs.hidden_UD, expected, rtol=1e-5, atol=1e-5)
+        assert outputs.logits_RV.tobytes() == logits[:num_logits].tobytes()
+
+
+def test_a_model_without_hidden_states_refuses_to_give_them() -> None:
+    backend = NativeBackend(1)
+    run_rows(build, X, backend)
+    assert backend._model is not None
+    with pytest.raises(ValueError, match="no room"):
+        inputs = dataclasses.replace(step_of(5), hidden_rows_U=np.array([1], np.int32))
+        recorded = backend._program
+        assert recorded is not None
+        backend._program = dataclasses.replace(recorded, hidden_size=40)
+        backend.run(backend._model, inputs)

@@ -44,6 +44,8 @@ class Variant:
                 "attn_logit_softcapping": 20.0,
                 "final_logit_softcapping": 30.0,
             }
+        elif self.architecture == "qwen2_moe":
+            more = {"shared_expert_intermediate_size": 40}
         return write_tiny_model(
             folder / str(self), architecture=self.architecture, hidden_size=80, head_dim=24, num_heads=6,
             num_kv_heads=2, intermediate_size=144, **more,
@@ -59,6 +61,8 @@ VARIANTS = [
     Variant(quantization="w4", has_int8_kv=True),
     Variant("gemma3_text", "w8"),
     Variant("gemma3_text"),
+    Variant("qwen2_moe"),
+    Variant("qwen3_moe", "w4"),
 ]
 
 

@@ -15,15 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.kernels import Backend, create_backend
+from headrace.kernels.ops import MoeSpec, RoutingSpec
 from headrace.testing.op_models import float_tensor, run_rows, step_of
 
 pytest.importorskip("headrace.kernels.native._native", reason="the compiled kernels are not there")
 from headrace.kernels.native import recorder
 from headrace.kernels.native.backend import NativeBackend
+from headrace.kernels.native.emitter import Emitter
+from headrace.kernels.native.steps import Step as RecordedStep
+from headrace.kernels.native.steps import fuse_residuals
 
 D = 32
 RNG = np.random.default_rng(5)
 X = RNG.standard_normal((7, D)).astype(np.float32)
+MOE = MoeSpec(routing=RoutingSpec(num_experts=2, num_per_token=1), activation="silu", inner_size=D)
 NORM = RNG.standard_normal(D).astype(np.float32)
 WEIGHTS = {
     (num_inputs, num_outputs): (RNG.standard_normal((num_outputs, num_inputs)) / np.sqrt(num_inputs)).astype(np.float32)
@@ -84,12 +89,24 @@ class Ops:
     def capped(self, a: Any, b: Any) -> list[Any]:
         return [self.ops.soft_cap(a, 3.0)]
 
+    def gated_by_row(self, a: Any, b: Any) -> list[Any]:
+        gate, _ = self.ops.split(b, (1, D - 1))
+        return [self.ops.gate_rows(a, gate)]
+
 
 class EightBitOps(Ops):
     """Its layers share the buffers of quantised inputs."""
 
     def linear(self, x: Any, num_inputs: int = D, num_outputs: int = D, kind: str = "w8") -> Any:
         return super().linear(x, num_inputs, num_outputs, kind)
+
+
+class ExpertOps(Ops):
+    """Has experts in the place of the MLP."""
+
+    def mlp(self, a: Any, b: Any) -> list[Any]:
+        scores, _ = self.ops.split(b, (2, D - 2))
+        return [self.ops.add(b, self.ops.moe(a, scores, None, self.weights["experts"], MOE))]
 
 
 NAMES = tuple(name for name in vars(Ops) if name not in ("__init__", "linear") and not name.startswith("_"))
@@ -105,11 +122,15 @@ def program(front: list[Step], back: list[Step], kind: type[Ops]) -> Callable[[B
         packers: dict[str, Any] = {"f32": backend.packer()}
         if isinstance(backend, NativeBackend):
             packers["w8"] = NativeBackend(1, "w8").packer()
-        weights = {
+        weights: dict[Any, Any] = {
             (name, *shape): packer.pack_linear([float_tensor(weight)])
             for name, packer in packers.items()
             for shape, weight in WEIGHTS.items()
         }
+
+        experts = weights["experts"] = backend.experts(2)
+        expert = weights["f32", D, 2 * D], weights["f32", D, D]
+        experts.place(np.arange(2), dict.fromkeys(range(2), expert))
 
         def forward(ops: Any) -> Any:
             steps = kind(ops, weights, norm)
@@ -147,7 +168,7 @@ def record_plainly(model: Any, program: Any) -> int:
     """Every value has a buffer to the end, every input is quantised anew, nothing is fused."""
     seen = recorder.Recorder()
     logits = model.forward(seen)
-    recorder.Emitter(program, free=Forgetful(), quantized_symbol=Forgetful()).run(seen.steps)
+    Emitter(program, free=Forgetful(), quantized_symbol=Forgetful()).run(seen.steps)
     width: int = logits.width
     return width
 
@@ -158,7 +179,7 @@ def run_plainly(build: Callable[[Backend], Any], wanted: list[int]) -> np.ndarra
         return run_rows(build, X, NativeBackend(1), wanted)
 
 
-@given(front=step_lists, back=step_lists, kind=st.sampled_from([Ops, EightBitOps]))
+@given(front=step_lists, back=step_lists, kind=st.sampled_from([Ops, EightBitOps, ExpertOps]))
 @settings(max_examples=150, deadline=None)
 def test_buffers_are_not_handed_on_too_soon(front: list[Step], back: list[Step], kind: type[Ops]) -> None:
     build, wanted = program(front, back, kind), [4, 0, 6] * 9  # more rows than tokens
@@ -177,14 +198,14 @@ def test_programs_compute_what_numpy_does(front: list[Step], back: list[Step]) -
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
 
 
-def recorded(apply: Callable[[Any, Any, Any], Any]) -> list[recorder.Step]:
+def recorded(apply: Callable[[Any, Any, Any], Any]) -> list[RecordedStep]:
     """The steps behind an embedding and a norm of it, fused."""
     backend = NativeBackend(1)
     weight = backend.packer().pack_linear([float_tensor(WEIGHTS[D, D]), float_tensor(WEIGHTS[D, D])])
     seen = recorder.Recorder()
     x = seen.embed(backend.packer().pack_table(float_tensor(X)))
     apply(seen, x, weight)
-    return recorder.fuse_residuals(seen.steps)[1:]
+    return fuse_residuals(seen.steps)[1:]
 
 
 def test_residual_is_fused() -> None:

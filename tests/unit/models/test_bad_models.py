@@ -107,6 +107,14 @@ def test_bad_configs(change: dict[str, Any], parts: tuple[str, ...], tmp_path: P
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ("gemma3_text", {"sliding_window": None}, "sliding_window"),
         ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "9 experts per token; 1 to 8 are allowed"),
+        ("qwen3_moe", {"num_experts": 10**6}, "num_experts is 1000000; allowed: 1 to 4096"),
+        ("qwen3_moe", {"num_experts": 4096, "num_hidden_layers": 33}, "135168 experts in all layers; up to 131072"),
+        ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers is 1; allowed: a list of layer numbers"),
+        ("qwen3_moe", {"moe_intermediate_size": "wide"}, "moe_intermediate_size is 'wide'"),
+        ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0; allowed: null"),
+        ("ernie4_5_moe", {"use_bias": True, "tie_word_embeddings": True}, "a head with a bias that is tied"),
     ],
 )
 def test_bad_variants(architecture: str, change: dict[str, Any], part: str, tmp_path: Path) -> None:
@@ -114,6 +122,24 @@ def test_bad_variants(architecture: str, change: dict[str, Any], part: str, tmp_
     config = json.loads((folder / "config.json").read_text()) | change
     (folder / "config.json").write_text(json.dumps(config))
     assert part in refusal(folder)
+
+
+def test_missing_and_misshapen_experts(tmp_path: Path) -> None:
+    name, fused = "model.layers.1.mlp.experts.3.up_proj.weight", "model.layers.0.mlp.experts.down_proj"
+    folder = write_tiny_model(tmp_path / "model", architecture="qwen3_moe", num_experts=4)
+    rewrite(folder, drop=name)
+    assert f"{name} of shape (24, 32) is missing" in refusal(folder)
+    rewrite(folder, add=tensor(name, 32, 24))
+    assert f"{name} has shape (32, 24), the config asks for (24, 32)" in refusal(folder)
+    rewrite(folder, drop=name)
+    rewrite(folder, add=tensor(name, 24, 32))
+    load(folder)
+    rewrite(folder, add=tensor("model.layers.0.mlp.experts.4.up_proj.weight", 24, 32))
+    assert "1 tensors that qwen3_moe does not have" in refusal(folder)
+    rewrite(folder, drop="model.layers.0.mlp.experts.4.up_proj.weight", add=tensor(fused, 3, 32, 24))
+    assert "has shape [3, 32, 24]; needed are 4 experts, with the rows of down of each" in refusal(folder)
+    rewrite(folder, drop=fused, add=tensor(fused, 4, 32, 24))
+    assert f"'model.layers.0.mlp.experts.0.down_proj.weight' came twice, once as a part of {fused!r}" in refusal(folder)
 
 
 def test_eos_of_both_files(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from headrace.kernels import create_backend
 from headrace.models import load_model
+from headrace.models.fused import split_experts
 from headrace.models.names.gguf import GGUF
 from headrace.models.plan import expected_tensors
 from headrace.models.registry import find_family
@@ -44,6 +45,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", GEMMA),
     "gemma3-scaled": ("gemma3_text", GEMMA | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
     "ernie4_5": ("ernie4_5", {}),
+    "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [0]}),
+    "qwen2_moe": ("qwen2_moe", {"norm_topk_prob": False, "shared_expert_intermediate_size": 40}),
+    "mixtral": ("mixtral", {}),
+    "olmoe": ("olmoe", {"norm_topk_prob": False}),
+    "ernie4_5_moe": ("ernie4_5_moe", {}),
 }
 # Every kind that can be made here, so that merged weights have parts of different kinds.
 KINDS = {
@@ -96,12 +102,27 @@ def test_mixed_kinds(tmp_path: Path) -> None:
     assert np.abs(logits(folder, list(range(40))) - original).max() > 1e-3
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3", "ernie4_5"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["llama", "qwen2", "qwen3", "gemma3", "ernie4_5", "qwen3moe", "qwen2moe", "olmoe", "ernie4_5-moe"],
+)
 def test_names_are_those_of_the_gguf_library(architecture: str) -> None:
     arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
     known = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[arch]}
-    modules = {"embed", "final_norm", "head", "attn_norm", "q", "k", "v", "o", "mlp_norm", "gate", "up", "down"}
-    if architecture in ("qwen3", "gemma3"):
+    modules = {"embed", "final_norm", "head", "attn_norm", "q", "k", "v", "o", "mlp_norm"}
+    if "moe" in architecture:
+        assert {f"blk.{{bid}}.{name.removesuffix('.weight')}" for name in list(GGUF.fused)[:3]} <= known
+        modules |= {"router"}
+    if architecture not in ("qwen3moe", "qwen2moe", "olmoe"):
+        modules |= {"gate", "up", "down"}
+    if architecture in ("qwen2moe", "ernie4_5-moe"):
+        modules |= {"shared_gate", "shared_up", "shared_down"}
+    if architecture == "qwen2moe":
+        modules |= {"shared_expert_gate"}
+    if architecture == "ernie4_5-moe":
+        assert GGUF.source_name("layers.0.router.bias") == "blk.0.exp_probs_b.bias"
+        assert "blk.{bid}.exp_probs_b" in known
+    if architecture in ("qwen3", "gemma3", "qwen3moe", "olmoe"):
         modules |= {"q_norm", "k_norm"}
     if architecture == "gemma3":
         modules |= {"attn_post_norm", "mlp_post_norm"}
@@ -109,6 +130,24 @@ def test_names_are_those_of_the_gguf_library(architecture: str) -> None:
         whole = module in GGUF.modules
         name = GGUF.source_name(f"{module}.weight" if whole else f"layers.0.{module}.weight")
         assert name.removesuffix(".weight").replace("blk.0.", "blk.{bid}.") in known, module
+
+
+def test_fused_experts_are_views_of_any_kind(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model", architecture="qwen3_moe", num_experts=4, expert_size=32)
+    path = write_tiny_gguf(folder, tmp_path / "model.gguf", kinds={"gate": "Q8_0", "up": "Q4_0", "down": "F16"})
+    checkpoint, backend = open_checkpoint(path), create_backend("reference")
+    config = find_family(checkpoint).make_config(checkpoint)
+    weights = load_model(path, backend).weights
+    parts = split_experts(checkpoint.tensors, config.moe, GGUF)
+    for name, kind in (("gate", TensorKind.Q8_0), ("up", TensorKind.Q4_0), ("down", TensorKind.F16)):
+        fused = checkpoint.tensors[f"blk.1.ffn_{name}_exps.weight"]
+        assert fused.kind == kind
+        np.testing.assert_array_equal(
+            weights.read(fused.name, lambda one: weights.values(backend, one)), fused.dequantize()
+        )
+        part = parts[f"blk.1.ffn_{name}.3.weight"]
+        assert np.shares_memory(part.data, fused.data)
+        np.testing.assert_array_equal(part.dequantize(), fused.dequantize()[3])
 
 
 def test_gemma3_local_layers_have_their_own_rope(tmp_path: Path) -> None:

@@ -7,15 +7,18 @@ one order that depends on the row alone.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from headrace.errors import ConfigError
 from headrace.kernels.native import _native
+from headrace.kernels.native.experts import NativeExperts
+from headrace.kernels.native.mailbox import post_inputs
 from headrace.kernels.native.packer import NativePacker
-from headrace.kernels.native.recorder import StackedWeight, record
+from headrace.kernels.native.recorder import record
+from headrace.kernels.native.steps import StackedWeight
 from headrace.kernels.ops import Draw, Formats, KVSpec, Model, StepInputs, StepOutputs
 
 KEPT_ROWS = 128
@@ -39,17 +42,24 @@ class RecordedProgram:
 
     program: _native.Program
     vocab_size: int
+    hidden_size: int
     kv: _native.KVMemory
 
 
 class NativeBackend:
-    """`Backend` over the C++ kernels. `num_threads` None: one per core that this process may use."""
+    """`Backend` over the C++ kernels. `num_threads` None: one per core that this process may use. In a `group` every
+    rank runs the same steps: rank 0 hands its inputs to the others, and its outputs alone mean something."""
 
     name = "native"
 
     def __init__(
-        self, num_threads: int | None = None, quantization: str | None = None, has_int8_kv: bool = False
+        self,
+        num_threads: int | None = None,
+        quantization: str | None = None,
+        has_int8_kv: bool = False,
+        group: _native.Group | None = None,
     ) -> None:
+        self._group = group
         self._has_int8_kv = has_int8_kv
         self.num_threads = num_threads or usable_cores()
         self._quantization = quantization
@@ -63,6 +73,9 @@ class NativeBackend:
 
     def packer(self) -> NativePacker:
         return NativePacker(self._quantization)
+
+    def experts(self, num_experts: int) -> NativeExperts:
+        return NativeExperts(num_experts)
 
     def formats(self, packed: StackedWeight | np.ndarray) -> Formats:
         return () if isinstance(packed, np.ndarray) else tuple(part.kind for part in packed.parts)
@@ -79,6 +92,13 @@ class NativeBackend:
         values = np.empty((part.rows, part.cols), np.float32)
         _native.unpack(part, values)
         return values
+
+    def raw(self, part: Any) -> np.ndarray:
+        data: np.ndarray = part.data
+        return data
+
+    def blank(self, kind: str, rows: int, cols: int) -> Any:
+        return _native.blank(kind, rows, cols)
 
     def kv_bytes_per_token(self, spec: KVSpec) -> int:
         padded_dim = -(-spec.head_dim // 16) * 16
@@ -107,6 +127,11 @@ class NativeBackend:
         recorded = self._program
         assert recorded is not None, "adopted above"
         outputs = self._outputs_of(len(inputs.logit_rows_R), recorded.vocab_size)
+        if self._group is not None and self._group.rank == 0:
+            post_inputs(self._group, inputs)
+        hidden = None
+        if inputs.hidden_rows_U is not None:
+            hidden = inputs.hidden_rows_U, np.empty((len(inputs.hidden_rows_U), recorded.hidden_size), np.float32)
         recorded.program.run(
             inputs.token_ids_T,
             inputs.positions_T,
@@ -116,13 +141,17 @@ class NativeBackend:
             inputs.block_tables_SB,
             inputs.logit_rows_R,
             (outputs.logits_RV, outputs.best_R, outputs.finite_R),
+            hidden,
         )
-        return outputs
+        return outputs if hidden is None else replace(outputs, hidden_UD=hidden[1])
 
     def draw(self, draws: list[Draw]) -> list[int]:
         return _native.draw(self._pool, draws)
 
     def _outputs_of(self, num_rows: int, width: int) -> StepOutputs:
+        if self._group is not None:
+            logits = self._group.logits(num_rows, width)
+            return StepOutputs(logits, np.empty(num_rows, np.int64), np.empty(num_rows, np.bool_))
         if num_rows > KEPT_ROWS:
             return outputs_of(num_rows, width)
         if self._kept.logits_RV.shape[1] != width:
@@ -140,7 +169,7 @@ class NativeBackend:
 
     def _record(self, model: Model) -> RecordedProgram:
         assert self._kv is not None, "allocate_kv comes before the first step"
-        program = _native.Program(self._pool)
-        vocab_size = record(model, program)
+        program = _native.Program(self._pool, self._group)
+        vocab_size, hidden_size = record(model, program)
         program.use_kv(self._kv)
-        return RecordedProgram(program, vocab_size, self._kv)
+        return RecordedProgram(program, vocab_size, hidden_size, self._kv)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from headrace.kernels.native import _native
-from headrace.kernels.native.recorder import StackedWeight
+from headrace.kernels.native.steps import StackedWeight
 from headrace.kernels.ops import Formats
 
 FLOAT_KINDS = frozenset({"F32", "F16", "BF16"})

@@ -11,6 +11,7 @@ import numpy as np
 
 from headrace.kernels.ops import Formats, KVSpec, Model, StepInputs, StepOutputs
 from headrace.kernels.reference.arithmetic import Arithmetic, Floats, Matrix
+from headrace.kernels.reference.experts import ReferenceExperts
 from headrace.kernels.reference.memory import PagedKV, RopeTables
 from headrace.kernels.reference.ops import ReferenceOps
 
@@ -38,6 +39,9 @@ class ReferenceBackend:
     def packer(self) -> ReferencePacker:
         return ReferencePacker(self._arithmetic)
 
+    def experts(self, num_experts: int) -> ReferenceExperts:
+        return ReferenceExperts(num_experts)
+
     def formats(self, packed: Matrix | Floats) -> Formats:
         return ()
 
@@ -51,6 +55,12 @@ class ReferenceBackend:
 
     def unpack(self, part: Floats) -> Floats:
         return part
+
+    def raw(self, part: Floats) -> np.ndarray:
+        return part.reshape(-1).view(np.uint8)
+
+    def blank(self, kind: str, rows: int, cols: int) -> Floats:
+        return np.zeros((rows, cols), np.float32)
 
     def prepare(self, model: Model) -> None:
         """Nothing is recorded here."""
@@ -70,8 +80,9 @@ class ReferenceBackend:
     def run(self, model: Model, inputs: StepInputs) -> StepOutputs:
         assert self._kv is not None, "allocate_kv comes first"
         with np.errstate(all="ignore"):  # a bad weight gives bad logits, which the runner reports
-            logits: Floats = model.forward(ReferenceOps(self._arithmetic, self._kv, self._ropes, inputs))
-        return StepOutputs(logits, logits.argmax(axis=1), np.asarray(np.isfinite(logits).all(axis=1)))
+            ops = ReferenceOps(self._arithmetic, self._kv, self._ropes, inputs)
+            logits: Floats = model.forward(ops)
+        return StepOutputs(logits, logits.argmax(axis=1), np.asarray(np.isfinite(logits).all(axis=1)), ops.hidden_UD)
 
 
 class ReferencePacker:

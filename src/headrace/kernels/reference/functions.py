@@ -29,6 +29,12 @@ def silu(x: Floats) -> Floats:
     return np.divide(x, denominator, out=denominator)
 
 
+def sigmoid(x: Floats) -> Floats:
+    denominator = np.exp(-x)
+    denominator += 1
+    return np.divide(np.float32(1), denominator, out=denominator)
+
+
 def gelu(x: Floats) -> Floats:
     """x * Phi(x), by way of erfc because numpy has no erf."""
     z = np.abs(x, dtype=np.float64) / math.sqrt(2)

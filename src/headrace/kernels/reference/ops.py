@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headrace.kernels.ops import AttentionSpec, RopeSpec, StepInputs
+from headrace.kernels.ops import AttentionSpec, Experts, MoeSpec, RopeSpec, StepInputs
 from headrace.kernels.reference.arithmetic import Arithmetic, Floats, Matrix, first_visible
-from headrace.kernels.reference.functions import ACTIVATIONS
+from headrace.kernels.reference.experts import ReferenceExperts
+from headrace.kernels.reference.functions import ACTIVATIONS, sigmoid
 from headrace.kernels.reference.memory import PagedKV, RopeTables
+from headrace.kernels.reference.routing import choose_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,10 @@ class ReferenceOps:
         self._rope_rows: dict[int, tuple[Floats, Floats]] = {}
         self._places: dict[int | None, list[slice | np.ndarray]] = {}
         self._sequences = _sequences(inputs)
+        self.hidden_UD: Floats | None = None
 
-    def embed(self, table: Matrix) -> Floats:
+    def embed(self, table: Matrix, first_row: int | None = None) -> Floats:
+        assert first_row is None, "one rank has the whole table"
         return self._arithmetic.rows(table.data, self._inputs.token_ids_T)
 
     def scale(self, x: Floats, factor: float) -> Floats:
@@ -115,6 +119,34 @@ class ReferenceOps:
         out = self._arithmetic.apply(ACTIVATIONS[activation], gate)
         out *= up
         return out
+
+    def moe(self, x: Floats, scores_TE: Floats, bias_E: Floats | None, experts: Experts, spec: MoeSpec) -> Floats:
+        assert isinstance(experts, ReferenceExperts), "of the same backend"
+        assert not spec.inner_sizes, "one rank has experts whole"
+        chosen_TC, weights_TC = choose_experts(self._arithmetic, scores_TE, bias_E, spec.routing)
+        slots_TC = experts.slots(chosen_TC, self._inputs.positions_T)
+        out_TCD = np.empty((*chosen_TC.shape, x.shape[-1]), np.float32)
+        for slot in np.unique(slots_TC).tolist():
+            gate_up, down = experts.held[slot]
+            rows, choices = np.nonzero(slots_TC == slot)
+            gate, up = self.split(self.linear(x[rows], gate_up), (spec.inner_size, spec.inner_size))
+            out_TCD[rows, choices] = self.linear(self.gated(gate, up, spec.activation), down)
+        out_TCD *= weights_TC[:, :, None]
+        out: Floats = out_TCD[:, 0].copy()
+        for choice in range(1, out_TCD.shape[1]):
+            out += out_TCD[:, choice]
+        return out
+
+    def gate_rows(self, x: Floats, gate_T1: Floats) -> Floats:
+        return x * self._arithmetic.apply(sigmoid, gate_T1)
+
+    def gather(self, x: Floats | None, sizes: tuple[int, ...]) -> Floats:
+        assert x is not None, "one rank has it all"
+        return x
+
+    def hidden_rows(self, x: Floats, weight: Floats, eps: float) -> None:
+        if self._inputs.hidden_rows_U is not None:
+            self.hidden_UD = self.rms_norm(x[self._inputs.hidden_rows_U], weight, eps)
 
     def logit_rows(self, x: Floats) -> Floats:
         rows: Floats = x[self._inputs.logit_rows_R]

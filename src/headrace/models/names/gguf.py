@@ -18,6 +18,12 @@ _LAYER = {
     "up": "ffn_up",
     "down": "ffn_down",
     "mlp_post_norm": "post_ffw_norm",
+    "router": "ffn_gate_inp",
+    "router.bias": "exp_probs_b.bias",
+    "shared_gate": "ffn_gate_shexp",
+    "shared_up": "ffn_up_shexp",
+    "shared_down": "ffn_down_shexp",
+    "shared_expert_gate": "ffn_gate_inp_shexp",
 }
 
 GGUF = NameMap(
@@ -26,4 +32,12 @@ GGUF = NameMap(
     _LAYER,
     # rope_freqs.weight is read by the config mapper.
     (r"rope_freqs\.weight", r"blk\.\d+\.attn_rot_embd", r"blk\.\d+\.rope_freqs\.weight"),
+    # One tensor per expert is what the oldest files have; later ones hold all experts in one.
+    expert_modules={"gate": "ffn_gate.{}", "up": "ffn_up.{}", "down": "ffn_down.{}"},
+    fused={
+        "ffn_gate_exps.weight": ("gate",),
+        "ffn_up_exps.weight": ("up",),
+        "ffn_down_exps.weight": ("down",),
+        "ffn_gate_up_exps.weight": ("gate", "up"),
+    },
 )

@@ -100,6 +100,8 @@ constexpr int kAttentionSpan = 256;  // positions per unit of attention; fixed, 
 // Floats of one query head's part: maximum, sum, then values.
 inline int part_size(int head_dim) { return 2 + head_dim; }
 
+constexpr int kMostParts = 16;
+
 enum class Activation { silu, gelu, gelu_tanh };
 
 // Probability of a logit over that of the highest one, e^((logit - highest) / temperature); 0 where that is below min_p.
@@ -128,6 +130,9 @@ struct Kernels {
   void (*add)(Rows x, Rows y, int width, Rows out, int row0, int row1);
   void (*scale)(Rows x, int width, float factor, Rows out, int row0, int row1);
   void (*soft_cap)(Rows x, int width, float cap, Rows out, int row0, int row1);
+  void (*sigmoid)(const float* x, int n, float* y);
+  // out = parts[0] * weights[0] + parts[1] * weights[1] + ... in this order, for at most kMostParts; on top of out if `adds`.
+  void (*add_weighted)(const float* const* parts, const float* weights, int count, int width, bool adds, float* out);
   // The largest of n numbers, or NaN if not all are finite.
   float (*peak)(const float* x, int n);
   // The largest of the numbers at i, i + 16, i + 32, ..., for each i below 16. None may be NaN.

@@ -500,6 +500,19 @@ void soft_cap(Rows x, int width, float cap, Rows out, int row0, int row1) {
     each(width, x.row(r), out.row(r), [&](F a, int, int) { return mul(tanh(div(a, set1(cap))), set1(cap)); });
 }
 
+void sigmoid(const float* x, int n, float* y) {
+  each(n, x, y, [](F a, int, int) { return div(set1(1.0f), add(set1(1.0f), exp(sub(set1(0), a)))); });
+}
+
+void add_weighted(const float* const* parts, const float* weights, int count, int width, bool adds, float* out) {
+  each(width, parts[0], out, [&](F a, int at, int n) {
+    const auto load_of = [&](const float* p) { return n == 16 ? load(p + at) : load_part(p + at, n, 0); };
+    F sum = adds ? fma(a, set1(weights[0]), load_of(out)) : mul(a, set1(weights[0]));
+    for (int i = 1; i < count; i++) sum = fma(load_of(parts[i]), set1(weights[i]), sum);
+    return sum;
+  });
+}
+
 void embed(const Weight& table, const int32_t* ids, Rows y, int row0, int row1) {
   for (int r = row0; r < row1; r++) {
     const int tile = ids[r] / kTile, lane = ids[r] % kTile;
@@ -549,8 +562,8 @@ float int8_burst(int steps) {
 
 constexpr Kernels make_table(const char* name) {
   return {name,     quantize,   linear,     rms_norm, rope,       store_kv, attend,    combine,    gated,
-          add_rows, scale_rows, soft_cap,   peak,     lane_peaks, weigh,    find_from, sum_bytes, int8_burst,
-          embed};
+          add_rows, scale_rows, soft_cap,   sigmoid,  add_weighted, peak,   lane_peaks, weigh,    find_from, sum_bytes,
+          int8_burst, embed};
 }
 
 }  // namespace HR_ISA

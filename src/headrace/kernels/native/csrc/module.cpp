@@ -2,6 +2,7 @@
 // Arrays are checked here, once, so that the kernels may trust them.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -30,6 +31,8 @@ using Out = nb::ndarray<T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
 using ViewTuple = std::tuple<int, int, int>;
 // logits, best and finite; see StepOutputs in kernels/ops.py
 using OutputTuple = std::tuple<Out<float, 2>, Out<int64_t, 1>, Out<bool, 1>>;
+// rows of the step, and where their hidden states go
+using HiddenTuple = std::tuple<Array1<int32_t>, Out<float, 2>>;
 // row, best, temperature, top_k, top_p, min_p, chance; see Draw in kernels/ops.py
 using DrawTuple = std::tuple<Array1<float>, int, double, int, double, double, double>;
 
@@ -91,6 +94,12 @@ Weight pack_floats(Arena& arena, const std::string& kind, Array2<float> values) 
   throw std::invalid_argument("no packing for " + kind);
 }
 
+Weight blank_of(const std::string& kind, int rows, int cols) {
+  for (const WeightKind known : {WeightKind::w4, WeightKind::w8, WeightKind::f16, WeightKind::bf16, WeightKind::f32})
+    if (kind == kind_name(known)) return blank(known, rows, cols);
+  throw std::invalid_argument("no packing for " + kind);
+}
+
 std::vector<int> draw(Pool& pool, const std::vector<DrawTuple>& draws) {
   std::vector<int> token_ids(draws.size());
   for (const auto& draw : draws) {
@@ -107,10 +116,34 @@ std::vector<int> draw(Pool& pool, const std::vector<DrawTuple>& draws) {
 
 View view(ViewTuple v) { return {std::get<0>(v), std::get<1>(v), std::get<2>(v)}; }
 
+// Python's side of a layer's experts: keeps alive what its slots point to.
+class PyExperts {
+ public:
+  using Weights = std::vector<nb::object>;
+  explicit PyExperts(int num_experts) : table(num_experts) {}
+  ExpertTable table;
+
+  void place(Array1<int32_t> slots, const std::vector<std::tuple<int, Weights, Weights>>& held) {
+    std::vector<nb::object> kept;
+    std::vector<std::pair<int, ExpertWeights>> weights;
+    for (const auto& [slot, gate_up, down] : held) {
+      ExpertWeights expert;
+      for (const auto& part : gate_up) expert.gate_up.push(nb::cast<const Weight*>(kept.emplace_back(part)));
+      for (const auto& part : down) expert.down.push(nb::cast<const Weight*>(kept.emplace_back(part)));
+      weights.emplace_back(slot, std::move(expert));
+    }
+    table.place({slots.data(), slots.data() + slots.size()}, std::move(weights));
+    kept_ = std::move(kept);
+  }
+
+ private:
+  std::vector<nb::object> kept_;
+};
+
 // Python's side of a program: keeps alive what its commands point to.
 class PyProgram {
  public:
-  explicit PyProgram(Pool& pool) : program(pool) {}
+  explicit PyProgram(Pool& pool, Group* group) : program(pool, group) {}
   PyProgram(const PyProgram&) = delete;
   Program program;
 
@@ -135,20 +168,52 @@ class PyProgram {
     program.head(view(x), quantized, {nb::cast<const Weight*>(weight), 0, values}, view(out));
     weights_.push_back(weight);
   }
+  void moe(ViewTuple x, ViewTuple scores, PyExperts& experts, const Routing& routing, nb::object bias, Activation activation,
+           int inner_size, const std::vector<int>& inner_sizes, const std::vector<int>& output_sizes, ViewTuple out) {
+    const int ranks = program.num_ranks(), rank = program.rank();
+    const auto sum_of = [](const std::vector<int>& sizes, int count) {
+      return std::accumulate(sizes.begin(), sizes.begin() + count, 0);
+    };
+    const bool is_cut = !inner_sizes.empty();
+    if (is_cut != !output_sizes.empty()) throw std::invalid_argument("experts are cut in both of their products or in none");
+    if (is_cut && ((int)inner_sizes.size() != ranks || (int)output_sizes.size() != ranks ||
+                   sum_of(inner_sizes, ranks) != inner_size || sum_of(output_sizes, ranks) != view(out).width))
+      throw std::invalid_argument("the ranks' parts of the experts do not add up to the experts");
+    const float* values = nullptr;
+    if (!bias.is_none()) {
+      const auto array = nb::cast<Array1<float>>(bias);
+      if ((int)array.size() != routing.num_experts) throw std::invalid_argument("the router's bias has a number per expert");
+      values = keep(array);
+    }
+    program.moe(view(x), view(scores),
+                {&experts.table, routing, values, activation, view(x).width, inner_size, is_cut,
+                 is_cut ? sum_of(inner_sizes, rank) : 0, is_cut ? inner_sizes[rank] : inner_size,
+                 is_cut ? sum_of(output_sizes, rank) : 0},
+                view(out));
+  }
   void run(Array1<int32_t> token_ids, Array1<int32_t> positions, Array1<int64_t> kv_slots, Array1<int32_t> query_starts,
            Array1<int32_t> context_lens, Array2<int32_t> block_tables, Array1<int32_t> logit_rows,
-           const OutputTuple& outputs) {
+           const OutputTuple& outputs, const std::optional<HiddenTuple>& hidden) {
     const auto& [logits, best, finite] = outputs;
-    const Inputs inputs{(int)token_ids.size(),  (int)context_lens.size(), (int)logit_rows.size(), (int)block_tables.shape(1),
-                        token_ids.data(),       positions.data(),         query_starts.data(),    context_lens.data(),
-                        block_tables.data(),    logit_rows.data(),        kv_slots.data()};
+    Inputs inputs{(int)token_ids.size(), (int)context_lens.size(), (int)logit_rows.size(), (int)block_tables.shape(1),
+                  token_ids.data(),      positions.data(),         query_starts.data(),    context_lens.data(),
+                  block_tables.data(),   logit_rows.data(),        kv_slots.data()};
     const size_t tokens = token_ids.size(), sequences = context_lens.size();
     if (positions.size() != tokens || kv_slots.size() != tokens || query_starts.size() != sequences + 1 ||
         block_tables.shape(0) != sequences || logits.shape(0) != logit_rows.size() ||
         best.size() != logit_rows.size() || finite.size() != logit_rows.size())
       throw std::invalid_argument("the step's arrays do not fit together");
+    float* states = nullptr;
+    if (hidden) {
+      const auto& [rows, out] = *hidden;
+      if (out.shape(0) != rows.size() || (int)out.shape(1) != program.hidden_width())
+        throw std::invalid_argument("the hidden states have no room");
+      inputs.num_hidden = (int)rows.size();
+      inputs.hidden_rows = rows.data();
+      states = out.data();
+    }
     nb::gil_scoped_release release;
-    program.run(inputs, {logits.data(), best.data(), finite.data()});
+    program.run(inputs, {logits.data(), best.data(), finite.data(), states});
   }
 
  private:
@@ -159,21 +224,40 @@ class PyProgram {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // a program that ends in the middle owes nobody an account
   nb::class_<Weight>(m, "Weight")
       .def_ro("rows", &Weight::rows)
       .def_ro("cols", &Weight::cols)
-      .def_prop_ro("kind", [](const Weight& w) {
-            switch (w.kind) {
-              case WeightKind::w4: return "w4";
-              case WeightKind::w8: return "w8";
-              case WeightKind::f16: return "f16";
-              case WeightKind::bf16: return "bf16";
-              case WeightKind::f32: return "f32";
-            }
-            return "";
-          })
+      .def_prop_ro("kind", [](const Weight& w) { return std::string(kind_name(w.kind)); })
       .def_prop_ro("is_quantized", [](const Weight& w) { return w.kind == WeightKind::w4 || w.kind == WeightKind::w8; })
-      .def_prop_ro("num_bytes", [](const Weight& w) { return (size_t)w.tiles * w.tile_bytes; });
+      .def_prop_ro("num_bytes", [](const Weight& w) { return (size_t)w.tiles * w.tile_bytes; })
+      .def_prop_ro("data", [](Weight& w) {
+            return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(w.data, {(size_t)w.tiles * w.tile_bytes}, nb::find(w));
+          });
+  nb::class_<Group>(m, "Group")
+      .def(nb::init<int, int, int>())
+      .def_ro_static("num_bytes", &Group::kBytes)
+      .def_ro_static("heap_bytes", &Group::kHeap)
+      .def_prop_ro("rank", &Group::rank)
+      .def_prop_ro("size", &Group::size)
+      .def_prop_ro("posted", &Group::posted)
+      .def_prop_ro("has_failed", &Group::has_failed)
+      .def("barrier", &Group::barrier, nb::call_guard<nb::gil_scoped_release>())
+      .def("post", &Group::post)
+      .def("wait", &Group::wait, nb::arg(), nb::arg(), nb::call_guard<nb::gil_scoped_release>())
+      .def("fail", &Group::fail)
+      .def("mailbox", [](Group& g, uint32_t number, size_t bytes) {
+            if (bytes > Group::kMailbox) throw std::bad_alloc();
+            return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(g.mailbox(number), {bytes}, nb::find(g));
+          })
+      .def("logits", [](Group& g, size_t rows, size_t width) {
+            if (rows * width * sizeof(float) > Group::kLogits) throw std::bad_alloc();
+            return nb::ndarray<nb::numpy, float, nb::ndim<2>>(g.logits(), {rows, width}, nb::find(g));
+          })
+      .def("heap", [](Group& g, size_t bytes) {
+            if (bytes > Group::kHeap) throw std::bad_alloc();
+            return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(g.heap(), {bytes}, nb::find(g));
+          });
   nb::class_<Arena>(m, "Arena").def(nb::init<>());
   nb::class_<Pool>(m, "Pool").def(nb::init<int, bool>()).def_prop_ro("size", &Pool::size);
   nb::class_<KVMemory>(m, "KVMemory").def(nb::init<int, int, int, int, int, bool>()).def_prop_ro("num_bytes", &KVMemory::bytes);
@@ -181,8 +265,20 @@ NB_MODULE(_native, m) {
       .value("silu", Activation::silu)
       .value("gelu", Activation::gelu)
       .value("gelu_tanh", Activation::gelu_tanh);
+  nb::class_<Routing>(m, "Routing")
+      .def("__init__", [](Routing* r, int num_experts, int num_per_token, bool is_sigmoid, bool is_normalised, float norm_floor,
+                          float scale, std::tuple<int, int, int> groups) {
+            const auto [num_groups, num_used, num_per_score] = groups;
+            new (r) Routing{num_experts, num_per_token, is_sigmoid, is_normalised, norm_floor, scale, num_groups, num_used, num_per_score};
+          }, nb::kw_only(), nb::arg("num_experts"), nb::arg("num_per_token"), nb::arg("is_sigmoid"), nb::arg("is_normalised"),
+           nb::arg("norm_floor"), nb::arg("scale"), nb::arg("groups"));
+  nb::class_<PyExperts>(m, "Experts")
+      .def(nb::init<int>())
+      .def("place", &PyExperts::place)
+      .def("take_counts", [](PyExperts& e) { return e.table.take_counts(); });
   m.def("pack_blocks", &pack_blocks, "A weight from the bytes of a GGUF or half-precision tensor [rows, cols].");
   m.def("pack_floats", &pack_floats, "A weight from float32 [rows, cols], as w8, w4 or f32.");
+  m.def("blank", &blank_of, "A weight of zeros, for bytes that are copied into its `data` from one of the same shape and kind.");
   m.def("unpack", [](const Weight& w, Out<float, 2> values) {
     if ((int)values.shape(0) != w.rows || (int)values.shape(1) != w.cols) throw std::invalid_argument("not the weight's shape");
     nb::gil_scoped_release release;
@@ -199,7 +295,13 @@ NB_MODULE(_native, m) {
   m.def("force_instruction_set", &force_kernels, "For tests: portable, avx2 or avx512; empty: the best. False if it is not there.");
 
   nb::class_<PyProgram>(m, "Program")
-      .def(nb::init<Pool&>(), nb::keep_alive<1, 2>())
+      .def(nb::init<Pool&, Group*>(), nb::arg(), nb::arg().none() = nb::none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
+      .def("add_shared_buffer", [](PyProgram& p, int width, int rows_per_token, int extra_rows) {
+            return p.program.add_shared_buffer(width, rows_per_token, extra_rows);
+          }, nb::arg(), nb::arg() = 1, nb::arg() = 0)
+      .def("barrier", [](PyProgram& p) { p.program.barrier(); })
+      .def_prop_ro("rank", [](const PyProgram& p) { return p.program.rank(); })
+      .def_prop_ro("num_ranks", [](const PyProgram& p) { return p.program.num_ranks(); })
       .def("add_buffer", [](PyProgram& p, int width) { return p.program.add_buffer(width); })
       .def("add_quantized", [](PyProgram& p, int cols) { return p.program.add_quantized(cols); })
       .def("add_rope_table", [](PyProgram& p, const std::vector<float>& f, float s) { return p.program.add_rope_table(f, s); })
@@ -207,7 +309,8 @@ NB_MODULE(_native, m) {
             p.program.clear_kv();
             for (int i = 0; i < kv.layers(); i++) p.program.add_kv_layer(kv.layer(i));
           }, nb::keep_alive<1, 2>())
-      .def("embed", [](PyProgram& p, const Weight* w, ViewTuple out) { p.program.embed(w, view(out)); }, nb::keep_alive<1, 2>())
+      .def("embed", [](PyProgram& p, const Weight* w, int first, ViewTuple out) { p.program.embed(w, first, view(out)); },
+           nb::keep_alive<1, 2>())
       .def("scale", [](PyProgram& p, ViewTuple x, float f, ViewTuple out) { p.program.scale(view(x), f, view(out)); })
       .def("add", [](PyProgram& p, ViewTuple x, ViewTuple y, ViewTuple out) { p.program.add(view(x), view(y), view(out)); })
       .def("rms_norm", [](PyProgram& p, ViewTuple x, int heads, Array1<float> weight, float eps, ViewTuple out) {
@@ -226,12 +329,22 @@ NB_MODULE(_native, m) {
       .def("gated", [](PyProgram& p, ViewTuple g, ViewTuple u, Activation a, ViewTuple out) {
             p.program.gated(view(g), view(u), a, view(out));
           })
+      .def("moe", &PyProgram::moe, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
+           nb::arg(), nb::arg(), nb::keep_alive<1, 4>())
+      .def("gate_rows", [](PyProgram& p, ViewTuple x, ViewTuple gate, ViewTuple out) {
+            p.program.gate_rows(view(x), view(gate), view(out));
+          })
       .def("logit_rows", [](PyProgram& p, ViewTuple x) {
             // the buffer is made here, since it is the first that has the wanted rows alone
             return p.program.logit_rows(view(x));
           })
       .def("soft_cap", [](PyProgram& p, ViewTuple x, float cap, ViewTuple out) { p.program.soft_cap(view(x), cap, view(out)); })
       .def("output", [](PyProgram& p, ViewTuple x) { p.program.output(view(x)); })
-      .def("run", &PyProgram::run)
+      .def("result", [](PyProgram& p, ViewTuple x) { p.program.result(view(x)); })
+      .def("hidden", [](PyProgram& p, ViewTuple x, Array1<float> weight, float eps) {
+            p.program.hidden(view(x), p.keep(weight), eps);
+          })
+      .def("run", &PyProgram::run, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+           nb::arg() = nb::none())
       .def_prop_ro("attention_bytes", [](const PyProgram& p) { return p.program.attention_bytes(); });
 }

@@ -8,7 +8,7 @@
 namespace hr {
 namespace {
 
-Weight allocate(Arena& arena, WeightKind kind, int rows, int cols) {
+Weight shape_of(WeightKind kind, int rows, int cols) {
   Weight w;
   w.kind = kind;
   w.rows = rows;
@@ -22,6 +22,11 @@ Weight allocate(Arena& arena, WeightKind kind, int rows, int cols) {
     case WeightKind::bf16: w.tile_bytes = 2u * kTile * cols; break;
     case WeightKind::f32: w.tile_bytes = 4u * kTile * cols; break;
   }
+  return w;
+}
+
+Weight allocate(Arena& arena, WeightKind kind, int rows, int cols) {
+  Weight w = shape_of(kind, rows, cols);
   w.memory = arena.take((size_t)w.tiles * w.tile_bytes, &w.data);
   return w;
 }
@@ -194,6 +199,26 @@ Weight pack_f32(Arena& arena, const float* values, int rows, int cols) { return 
 
 Weight pack_half(Arena& arena, const uint8_t* values, int rows, int cols, WeightKind kind) {
   return fill_plain<uint16_t>(arena, values, rows, cols, kind);
+}
+
+const char* kind_name(WeightKind kind) {
+  switch (kind) {
+    case WeightKind::w4: return "w4";
+    case WeightKind::w8: return "w8";
+    case WeightKind::f16: return "f16";
+    case WeightKind::bf16: return "bf16";
+    case WeightKind::f32: return "f32";
+  }
+  return "";
+}
+
+Weight blank(WeightKind kind, int rows, int cols) {
+  constexpr size_t kHugePage = 2u << 20;
+  Weight w = shape_of(kind, rows, cols);
+  const size_t bytes = (size_t)w.tiles * w.tile_bytes;
+  w.memory = std::make_shared<Memory>(bytes, bytes >= kHugePage);
+  w.data = w.memory->data();
+  return w;
 }
 
 }  // namespace hr

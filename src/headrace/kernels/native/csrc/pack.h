@@ -13,4 +13,8 @@ Weight pack_w4(Arena& arena, const float* values, int rows, int cols);  // with 
 Weight pack_f32(Arena& arena, const float* values, int rows, int cols);
 Weight pack_half(Arena& arena, const uint8_t* values, int rows, int cols, WeightKind kind);  // f16 or bf16, bits as they are
 
+// Zeros in memory of its own, which goes when this weight does: for one that is copied in and may be replaced alone.
+Weight blank(WeightKind kind, int rows, int cols);
+const char* kind_name(WeightKind kind);
+
 }  // namespace hr

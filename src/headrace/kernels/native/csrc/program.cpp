@@ -3,12 +3,29 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <new>
+#include <stdexcept>
 
 namespace hr {
 
-int Program::add_buffer(int width) {
-  buffers_.push_back({width, behind_logit_rows_, {}, nullptr});
+int Program::add_buffer(int width, int rows_per_token, int extra_rows) {
+  buffers_.push_back({width, rows_per_token, extra_rows, behind_logit_rows_, false, {}, nullptr});
   return (int)buffers_.size() - 1;
+}
+
+int Program::add_shared_buffer(int width, int rows_per_token, int extra_rows) {
+  const int index = add_buffer(width, rows_per_token, extra_rows);
+  buffers_[index].is_shared = group_ != nullptr;
+  return index;
+}
+
+void Program::barrier() {
+  if (!group_) return;
+  Command command;
+  command.is_row_work = false;
+  command.num_units = [](const Inputs&, int) { return 1; };
+  command.work = [this](const Inputs&, int, int, int, int) { group_->barrier(); };
+  push(std::move(command));
 }
 
 int Program::add_quantized(int cols) {
@@ -50,8 +67,14 @@ void Program::push(Command command) {
   slots_.emplace_back();
 }
 
-void Program::embed(const Weight* table, View out) {
-  push({[=](const Inputs& in, int, int, int begin, int end) { kernels().embed(*table, in.token_ids, rows(out), begin, end); }, {}});
+void Program::embed(const Weight* table, int first, View out) {
+  push({[=](const Inputs& in, int, int, int begin, int end) {
+          for (int r = begin; r < end; r++) {
+            const int32_t row = in.token_ids[r] - first;
+            if (row >= 0 && row < table->rows) kernels().embed(*table, &row, {rows(out).row(r), 0}, 0, 1);
+          }
+        },
+        {}});
 }
 
 void Program::scale(View x, float factor, View out) {
@@ -85,20 +108,11 @@ void Program::linear(View x, int index, std::vector<Segment> segments, View resi
     const Quantized q = index >= 0 ? quantized(index) : Quantized{};
     while (begin < end) {
       const int chunk = begin / tiles, row0 = chunk * kRowChunk, row1 = std::min(num_rows, row0 + kRowChunk);
-      int tile = begin % tiles, stop = std::min(end - chunk * tiles, tiles);
+      const int tile = begin % tiles, stop = std::min(end - chunk * tiles, tiles);
       begin += stop - tile;
-      int first = 0;  // of the segment, in tiles
-      for (auto& s : segments) {
-        const int n = s.weight->tiles, from = std::max(tile - first, 0), to = std::min(stop - first, n);
-        if (from < to) {
-          Rows y = rows(out), r = residual.buffer >= 0 ? rows(residual) : Rows{};
-          y.data += s.offset;
-          r.data += residual.buffer >= 0 ? s.offset : 0;
-          kernels().linear(*s.weight, from, to, row0, row1, index >= 0 ? &q : nullptr, rows(x), y, s.bias,
-                          residual.buffer >= 0 ? &r : nullptr);
-        }
-        first += n;
-      }
+      const Rows r = residual.buffer >= 0 ? rows(residual) : Rows{};
+      stacked_linear(kernels(), segments, tile, stop, row0, row1, index >= 0 ? &q : nullptr, rows(x), rows(out),
+                     residual.buffer >= 0 ? &r : nullptr);
     }
   };
   push(std::move(command));
@@ -119,6 +133,20 @@ void Program::gated(View gate, View up, Activation activation, View out) {
         {}});
 }
 
+// Costs nothing in a step where no row is asked for.
+void Program::hidden(View x, const float* weight, float eps) {
+  Command command;
+  command.is_row_work = false;
+  command.num_units = [](const Inputs& in, int) { return in.num_hidden; };
+  command.work = [=](const Inputs& in, int, int, int begin, int end) {
+    for (int r = begin; r < end; r++)
+      kernels().rms_norm({rows(x).row(in.hidden_rows[r]), 0}, 1, x.width, weight, eps,
+                         {outputs_.hidden + (size_t)r * x.width, 0}, 0, 1);
+  };
+  push(std::move(command));
+  hidden_width_ = x.width;
+}
+
 int Program::logit_rows(View x) {
   behind_logit_rows_ = true;
   const int buffer = add_buffer(x.width);
@@ -137,12 +165,21 @@ void Program::soft_cap(View x, float cap, View out) {
 
 // Grows the buffers to this step's rows, and computes what depends on positions alone.
 void Program::prepare(const Inputs& in) {
+  size_t shared = 0;  // floats of the heap; every rank comes to the same places
   for (size_t i = 0; i < buffers_.size(); i++) {
     Buffer& b = buffers_[i];
-    const size_t need = (size_t)(b.behind_logit_rows ? in.num_logits : in.num_tokens) * b.width;
-    const bool is_output = (int)i == output_;
-    if (!is_output && b.memory.size() < need) b.memory.assign(need, 0.0f);
-    b.data = is_output ? outputs_.logits : b.memory.data();
+    const size_t tokens = b.behind_logit_rows ? in.num_logits : in.num_tokens;
+    const size_t need = (tokens * b.rows_per_token + b.extra_rows) * b.width;
+    if ((int)i == output_) {
+      b.data = outputs_.logits;
+    } else if (b.is_shared) {
+      b.data = (float*)group_->heap() + shared;
+      shared += (need + 15) / 16 * 16;
+      if (shared * sizeof(float) > Group::kHeap) throw std::bad_alloc();
+    } else {
+      if (b.memory.size() < need) b.memory.assign(need, 0.0f);
+      b.data = b.memory.data();
+    }
   }
   for (auto& b : quantized_) {
     const int rows = b.behind_logit_rows ? in.num_logits : in.num_tokens;
@@ -150,6 +187,7 @@ void Program::prepare(const Inputs& in) {
     if (b.memory.size() < need) b.memory.assign(need, {});
   }
   prepare_attention(in);
+  pairs_.prepare(std::max(in.num_tokens, in.num_logits), num_ranks());
   if (peaks_.size() < (size_t)in.num_logits * peaks_per_row_) peaks_.resize((size_t)in.num_logits * peaks_per_row_);
   for (auto& table : rope_tables_) {
     const size_t half = table.inv_freq.size();
@@ -187,6 +225,7 @@ void Program::run(const Inputs& in, const Outputs& outputs) {
   outputs_ = outputs;
   prepare(in);
   pool_.run(*this);
+  if (group_ && group_->has_failed()) throw std::runtime_error("another rank of this model has failed");
 }
 
 }  // namespace hr

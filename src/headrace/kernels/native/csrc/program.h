@@ -4,8 +4,11 @@
 #include <deque>
 #include <vector>
 
+#include "experts.h"
+#include "group.h"
 #include "kernels.h"
 #include "pool.h"
+#include "stack.h"
 
 namespace hr {
 
@@ -18,6 +21,8 @@ struct Inputs {
   int num_tokens, num_sequences, num_logits, table_width;
   const int32_t *token_ids, *positions, *query_starts, *context_lens, *block_tables, *logit_rows;
   const int64_t* kv_slots;
+  int num_hidden = 0;
+  const int32_t* hidden_rows = nullptr;
 };
 
 // What a step gives: logits, the first largest of each row, and whether the row is finite; where not, best means nothing.
@@ -25,29 +30,31 @@ struct Outputs {
   float* logits;
   int64_t* best;
   bool* is_finite;
+  float* hidden = nullptr;  // the rows that `hidden` hands out
 };
 
-struct Segment {  // one part of a stacked weight and where its outputs go
-  const Weight* weight;
-  int offset;
-  const float* bias;
-};
-
-constexpr int kRowChunk = 16;  // rows for which a tile of weights is read once
 constexpr size_t kMostPartBytes = 8u << 20;  // of attention's parts
 
 class Program : private Job {
  public:
-  explicit Program(Pool& pool) : pool_(pool) {}
+  // `group`: the ranks that run the same program together, or nullptr for one alone
+  explicit Program(Pool& pool, Group* group = nullptr) : pool_(pool), group_(group), pairs_(pool.size()) {}
   ~Program() { pool_.settle(); }
   Program(const Program&) = delete;
   Program& operator=(const Program&) = delete;
-  int add_buffer(int width);
+  // Rows are those of the step times `rows_per_token`, plus `extra_rows`.
+  int add_buffer(int width, int rows_per_token = 1, int extra_rows = 0);
+  // One that all ranks see. Each writes its part; who reads the others' does so behind a barrier.
+  int add_shared_buffer(int width, int rows_per_token = 1, int extra_rows = 0);
+  void barrier();
+  int rank() const { return group_ ? group_->rank() : 0; }
+  int num_ranks() const { return group_ ? group_->size() : 1; }
   void add_kv_layer(KVLayer layer) { kv_.push_back(layer); }
   bool has_kv() const { return !kv_.empty(); }
   void clear_kv() { kv_.clear(); }
 
-  void embed(const Weight* table, View out);
+  // `first`: the token id of the table's first row. Rows of tokens outside the table are another rank's to write.
+  void embed(const Weight* table, int first, View out);
   void scale(View x, float factor, View out);
   void add(View x, View y, View out);
   void rms_norm(View x, int heads, const float* weight, float eps, View out);
@@ -59,12 +66,18 @@ class Program : private Job {
   int add_rope_table(std::vector<float> inv_freq, float attention_scale);
   void attention(View q, View k, View v, int layer, AttentionArgs args, View out);
   void gated(View gate, View up, Activation activation, View out);
+  // The chosen experts' outputs, weighted. The layer's table must be placed before the first run, and outlive the program.
+  void moe(View x, View scores, MoeLayer layer, View out);
+  void gate_rows(View x, View gate, View out);  // times the sigmoid of one number per row
+  void hidden(View x, const float* weight, float eps);  // norms the rows whose hidden states are wanted, into the caller's memory
+  int hidden_width() const { return hidden_width_; }    // 0: there are none to be had
   int logit_rows(View x);  // returns the buffer of the wanted rows; commands that follow run on these alone
   void soft_cap(View x, float cap, View out);
   void head(View x, int quantized, Segment weight, View out);  // a linear layer whose result is the output
   void output(View x);  // a whole buffer, written last
+  void result(View x) { output_ = x.buffer; }  // likewise, on a rank that nobody asks for it
 
-  // Not thread-safe.
+  // Not thread-safe. Throws when another rank has failed.
   void run(const Inputs& inputs, const Outputs& outputs);
   size_t attention_bytes() const { return parts_.capacity() * sizeof(float); }
 
@@ -86,11 +99,12 @@ class Program : private Job {
   void prepare(const Inputs& inputs);
 
   Pool& pool_;
+  Group* const group_;
   struct Buffer {
-    int width;
-    bool behind_logit_rows;
+    int width, rows_per_token, extra_rows;
+    bool behind_logit_rows, is_shared;
     std::vector<float> memory;
-    float* data;  // into memory, or the caller's logits
+    float* data;  // into memory, the group's heap, or the caller's logits
   };
   std::deque<Buffer> buffers_;
   struct QuantizedBuffer {
@@ -140,7 +154,22 @@ class Program : private Job {
   size_t floats_per_span_ = 0;        // the most that any layer needs per row and span
   size_t floats_per_rank_ = 0;        // where attends_by_row_
   bool attends_by_row_ = false;
+
+  // Experts, in experts.cpp. A layer's outputs of pairs must not be written while another rank may still read those of the
+  // layer before: with ranks there are two buffers, in turn.
+  void push_moe(std::function<int(int rows)> num_units, std::function<void(int thread, int rows, int begin, int end)> work);
+  int pair_buffer(int width, int per_token, bool is_inner);
+  struct PairBuffer {
+    int width, per_token, turn;
+    bool is_inner, behind_logit_rows;
+    int buffer;
+  };
+  std::vector<PairBuffer> pair_buffers_;
+  MoePairs pairs_;
+  int num_moe_layers_ = 0;
+
   bool behind_logit_rows_ = false;
+  int hidden_width_ = 0;
   int output_ = -1;
 };
 
