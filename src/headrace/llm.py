@@ -14,19 +14,22 @@ import dataclasses
 import queue
 import threading
 import weakref
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar, cast
+
+import numpy as np
 
 from headrace.client.base import EngineClient, OutputStream
 from headrace.client.inproc import InprocClient
 from headrace.config.generation import parse_defaults, resolve_model_config
 from headrace.config.load import load_config
-from headrace.config.options import AdmissionConfig, EngineConfig
+from headrace.config.options import AdmissionConfig, EngineConfig, ObservabilityConfig
 from headrace.engine.core import EngineCore
 from headrace.errors import FailedRequest, InvalidRequest, Unavailable
-from headrace.executor import create_executor
-from headrace.processing.inputs import ChatInput, InputProcessor, PreparedRequest, Prompt
+from headrace.executor import Grammars, create_executor
+from headrace.processing.embedding import check_dimensions, finished
+from headrace.processing.inputs import ChatInput, InputProcessor, PreparedRequest, Prompt, RequestOptions
 from headrace.processing.outputs import OutputAssembler, TextDelta, TokenLogprob
 from headrace.processing.tokenizer import Tokenizer, load_tokenizer
 from headrace.processing.vocabulary import load_vocabulary
@@ -37,6 +40,7 @@ from headrace.weights.hub import ResolvedModel, resolve_model
 T = TypeVar("T")
 Messages = Sequence[dict[str, Any]]
 Source = ChatInput | Sequence[Prompt]
+Collect = Callable[[PreparedRequest, OutputStream], Coroutine[Any, Any, T]]
 
 # Nobody else waits in this queue, so nothing is refused that the engine could do.
 _ADMISSION = AdmissionConfig(
@@ -74,6 +78,15 @@ class GenerationOutput:
     prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """The vector of one prompt."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    embedding: np.ndarray  # float32 [D]
+
+
 class LLM:
     """One model and its engine. Options are those of the engine in docs/options.md, with underscores."""
 
@@ -98,6 +111,7 @@ class LLM:
         thread = threading.Thread(target=self._loop.run_forever, name="headrace-llm", daemon=True)
         thread.start()
         self.name = resolved.name
+        self._pooling = model.pooling
         self.default_params = SamplingParams(**parse_defaults(model.override_generation_config))
         try:
             self._client: EngineClient = self._run(_open_client(config, resolved))
@@ -137,6 +151,35 @@ class LLM:
         is_one = bool(messages) and isinstance(messages[0], dict)
         conversations = cast("Sequence[Messages]", [messages] if is_one else messages)
         return self._generate([_chat_input(each, template_kwargs) for each in conversations], params)
+
+    def embed(
+        self,
+        prompts: str | Sequence[Prompt],
+        *,
+        pooling: str | None = None,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingOutput]:
+        """Embeddings as /v1/embeddings makes them, all in one batch. `pooling`: last or mean; None: as the option says.
+
+        Raises InvalidRequest before anything has run, FailedRequest when the engine could not finish one.
+        """
+        self._require_open()
+        check_dimensions(dimensions, self.info)
+        sources = [(prompt,) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
+        params = [SamplingParams(pooling=pooling or self._pooling)] * len(sources)
+        options = RequestOptions(truncate_to=truncate_prompt_tokens)
+
+        async def collect(prepared: PreparedRequest, stream: OutputStream) -> EmbeddingOutput:
+            choices, _ = await self._deltas(prepared, stream)
+            pooled = choices[0][-1].embedding
+            if pooled is None:
+                raise Unavailable("the request was aborted before its embedding was computed", code="aborted")
+            vector = finished(pooled, dimensions, is_normalised=normalize)
+            return EmbeddingOutput(prepared.texts[0], list(prepared.submit.prompts[0]), vector)
+
+        return self._run(self._batch(sources, params, collect, options))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextDelta]:
         """Yields pieces of the completion as they come. Leaving the iteration early aborts the request."""
@@ -189,7 +232,7 @@ class LLM:
         if len(each) != len(sources):
             raise InvalidRequest(f"{len(sources)} prompts need as many params, not {len(each)}.", param="params")
         self._require_open()
-        return self._run(self._batch(sources, each))
+        return self._run(self._batch(sources, each, self._collect))
 
     def _stream(self, source: Source, params: SamplingParams) -> Iterator[TextDelta]:
         self._require_open()
@@ -218,34 +261,47 @@ class LLM:
         finally:
             pieces.put(None)
 
-    async def _prepare(self, source: Source, params: SamplingParams) -> PreparedRequest:
-        return await self._inputs.prepare(source, params, self._client.info, self._client.next_request_id())
+    async def _prepare(
+        self, source: Source, params: SamplingParams, options: RequestOptions | None = None
+    ) -> PreparedRequest:
+        return await self._inputs.prepare(source, params, self._client.info, self._client.next_request_id(), options)
 
-    async def _batch(self, sources: Sequence[Source], params: Sequence[SamplingParams]) -> list[GenerationOutput]:
+    async def _batch(
+        self,
+        sources: Sequence[Source],
+        params: Sequence[SamplingParams],
+        collect: Collect[T],
+        options: RequestOptions | None = None,
+    ) -> list[T]:
         # All are valid before the first one runs.
-        prepared = [await self._prepare(*pair) for pair in zip(sources, params, strict=True)]
+        prepared = [await self._prepare(*pair, options) for pair in zip(sources, params, strict=True)]
         streams: list[OutputStream] = []
         try:
             streams += [self._client.submit(request.submit) for request in prepared]
-            collecting = [self._collect(*pair) for pair in zip(prepared, streams, strict=True)]
+            collecting = [collect(*pair) for pair in zip(prepared, streams, strict=True)]
             return await asyncio.gather(*collecting)
         finally:
             for stream in streams:
                 stream.close("aborted")
 
-    async def _collect(self, prepared: PreparedRequest, stream: OutputStream) -> GenerationOutput:
+    async def _deltas(self, prepared: PreparedRequest, stream: OutputStream) -> tuple[list[list[TextDelta]], Usage]:
+        """All of a request, by choice."""
         assembler = OutputAssembler(self._tokenizer, prepared.submit, stream)
         choices: list[list[TextDelta]] = [[] for _ in range(prepared.submit.params.n)]
         async for deltas in assembler:
             for delta in deltas:
                 _raise_failure(delta)
                 choices[delta.choice].append(delta)
+        return choices, assembler.usage
+
+    async def _collect(self, prepared: PreparedRequest, stream: OutputStream) -> GenerationOutput:
+        choices, usage = await self._deltas(prepared, stream)
         prompt_logprobs = [row for delta in choices[0] for row in delta.prompt_logprobs or ()]
         return GenerationOutput(
             prompt=prepared.texts[0],
             prompt_token_ids=list(prepared.submit.prompts[0]),
             outputs=[_completion(index, deltas) for index, deltas in enumerate(choices)],
-            usage=assembler.usage,
+            usage=usage,
             prompt_logprobs=[None, *prompt_logprobs] if prompt_logprobs else None,
         )
 
@@ -286,12 +342,17 @@ async def _open_client(config: EngineConfig, resolved: ResolvedModel) -> EngineC
         executor = create_executor(
             config.model,
             resolved.path,
-            lambda: load_vocabulary(resolved.path, config.model.tokenizer),
-            config.grammar.num_grammars_kept,
+            Grammars(lambda: load_vocabulary(resolved.path, config.model.tokenizer), config.grammar.num_grammars_kept),
+            parallel=config.parallel,
+            observability=ObservabilityConfig(log_level="warning"),
         )
-        return EngineCore(executor, config.cache, config.scheduler, config.model.max_model_len)
+        try:
+            return EngineCore(executor, config.cache, config.scheduler, config.model.max_model_len)
+        except BaseException:
+            executor.close()
+            raise
 
-    client = InprocClient(create_core, _ADMISSION, config.control, resolved.path)
+    client = InprocClient(create_core, _ADMISSION, config.control, resolved.path, config.experts)
     try:
         await client.wait_ready()
     except BaseException:

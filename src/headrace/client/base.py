@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 from headrace.errors import ErrorInfo
 from headrace.transport.messages import EngineInfo, Submit
@@ -19,12 +21,11 @@ from headrace.types import FinishReason, LogprobRows, RequestId
 _NO_STATS = EngineStats()
 
 
-@dataclass(slots=True)
-class Delta:
+class Delta(msgspec.Struct, gc=False):
     """What is new of one choice. Deltas that nobody has read merge: a slow reader costs no memory but its tokens."""
 
     choice: int
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None
     finish_reason: FinishReason | None = None
@@ -37,6 +38,7 @@ class Delta:
     weights_versions: tuple[
         tuple[int, str], ...
     ] = ()  # (index into token_ids, version from there on), where it changes
+    embedding: bytes | None = None  # float32 [D], with the finish
 
 
 class OutputStream(Protocol):
@@ -62,6 +64,16 @@ class OutputStream(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class RankStatus:
+    """One of several processes that a model is spread over. Rank 0 is the engine's own."""
+
+    rank: int
+    pid: int
+    heartbeat_age_s: float
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
     """Read from the status board or the engine's own counters; no round trip."""
 
@@ -83,6 +95,12 @@ class EngineStatus:
     steps_by_tokens: tuple[int, ...] = _NO_STATS.steps_by_tokens
     refreshes: tuple[int, ...] = _NO_STATS.refreshes
     refresh_us: tuple[int, ...] = _NO_STATS.refresh_us
+    expert_balance_ppm: int = 0  # as in EngineStats
+    worst_expert_balance_ppm: int = 0
+    num_expert_rebalances: int = 0
+    num_expert_failures: int = 0
+    num_expert_bytes: int = 0
+    ranks: tuple[RankStatus, ...] = ()  # where there are several
     weights_state: str = "ready"  # ready, asleep, updating, poisoned
     weights_reason: str | None = None  # why it is poisoned
     asleep: tuple[str, ...] = ()  # of weights, kv_cache
@@ -104,6 +122,13 @@ class EngineStatus:
         """By the kind of its source: the number of committed refreshes, and what they took from begin to commit."""
         pairs = zip(self.refreshes, (microseconds / 1e6 for microseconds in self.refresh_us), strict=True)
         return dict(zip(REFRESH_SOURCES, pairs, strict=True))
+
+    @property
+    def expert_balance(self) -> dict[str, float]:
+        """By what of the layers: their mean, the worst. Empty for a model without experts."""
+        if not self.expert_balance_ppm:
+            return {}
+        return {"mean": self.expert_balance_ppm / 1e6, "worst": self.worst_expert_balance_ppm / 1e6}
 
 
 class EngineClient(Protocol):

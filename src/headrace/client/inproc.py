@@ -19,7 +19,7 @@ from headrace.client.base import EngineStatus
 from headrace.client.session import Session, closed
 from headrace.client.status import status_of
 from headrace.client.streams import ClientStream
-from headrace.config.options import AdmissionConfig, ControlConfig
+from headrace.config.options import AdmissionConfig, ControlConfig, ExpertsConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.loop import EngineLoop
 from headrace.errors import StartupError, Unavailable
@@ -34,7 +34,8 @@ _CLOSE_TIMEOUT_S = 30.0  # the engine stops at a step boundary
 
 
 class InprocClient:
-    """Owns the engine thread. `core_factory` runs in it, so loading a model never blocks the event loop."""
+    """Owns the engine thread and the core's executor. `core_factory` runs in that thread, so loading a model never
+    blocks the event loop."""
 
     def __init__(
         self,
@@ -42,12 +43,14 @@ class InprocClient:
         admission: AdmissionConfig,
         control: ControlConfig | None = None,
         weights_path: Path | None = None,
+        experts: ExpertsConfig | None = None,
     ) -> None:
         """`weights_path` is where the model lies, if its weights may be read again after a sleep."""
         self.admission = Admission(admission)
         self._core_factory = core_factory
         self._control_config = control
         self._weights_path = weights_path
+        self._experts_config = experts
         self._session: Session | None = None
         self._thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
         self._engine: EngineLoop | None = None
@@ -132,9 +135,12 @@ class InprocClient:
         self._engine.post(_CLIENT, message)
 
     def _run_engine(self) -> None:
+        core: EngineCore | None = None
         try:
             core = self._core_factory()
-            engine = EngineLoop(core, self._emit, self._publish, self._control_config, self._weights_path)
+            engine = EngineLoop(
+                core, self._emit, self._publish, self._control_config, self._weights_path, self._experts_config
+            )
             with self._lock:
                 if self._is_closed:
                     return
@@ -147,6 +153,9 @@ class InprocClient:
         except Exception as error:
             logger.exception("the engine thread died")
             self._hand_over(EngineDead(f"{type(error).__name__}: {error}"))
+        finally:
+            if core is not None:
+                core.executor.close()  # it may have processes
 
     def _emit(self, client: int, message: FromEngine) -> None:
         assert client == _CLIENT, "one client"

@@ -14,7 +14,7 @@ from typing import Any
 
 from headrace.client.admission import Admission
 from headrace.client.streams import ClientStream, StreamTable, num_choices
-from headrace.errors import ErrorInfo, FailedRequest, Unavailable
+from headrace.errors import Draining, ErrorInfo, FailedRequest, Unavailable
 from headrace.transport.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -77,6 +77,8 @@ class Session:
     def submit(self, request: Submit) -> ClientStream:
         """Admits, opens the stream, sends; in this order, so that nothing was sent when it raises."""
         self.require_info()
+        if self.lifecycle.is_draining:
+            raise Draining
         permit = self.admission.admit(num_choices(request), sum(map(len, request.prompts)))
         try:
             stream = self._streams.open(request, permit)

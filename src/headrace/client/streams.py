@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 from headrace.client.admission import Permit
@@ -19,6 +20,9 @@ from headrace.types import FinishReason, RequestId
 AbortSender = Callable[[RequestId, int | None, str], None]
 """Tells the engine to end a request, or one choice of it, without waiting for the answer."""
 
+WAKES_PER_TURN = 64
+"""Readers that wake in one turn of the event loop. With a thousand in one turn, every probe would wait for all of them,
+and so would a new connection: uvloop accepts one per turn. Those who wait merge what comes meanwhile."""
 DEADLINE_GRACE_S = 1.0  # what the engine gets to end a request at its deadline, before the stream ends by itself
 _WAITING, _RUNNING, _ENDED = 0, 1, 2  # of a choice
 _REASONS = (None, FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
@@ -101,9 +105,9 @@ class ClientStream:
         if finished:
             delta.finish_reason = _REASONS[finished]
             self._end_choice(choice)
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        if self._waiter is not None:
+            self._table.wake(self._waiter)
+            self._waiter = None
 
     def end(self, reason: FinishReason, error: ErrorInfo | None) -> None:
         """Ends the choices that are still open, from this side."""
@@ -149,6 +153,8 @@ def _merge_detail(delta: Delta, detail: RowDetail) -> None:
         delta.stop_token_id = detail.stop_token_id
     if detail.error is not None:
         delta.error = detail.error
+    if detail.embedding is not None:
+        delta.embedding = detail.embedding
     delta.num_preemptions = max(delta.num_preemptions, detail.num_preemptions)
 
 
@@ -159,6 +165,9 @@ class StreamTable:
         self.loop = loop
         self.send_abort = send_abort
         self._streams: dict[int, ClientStream] = {}
+        self._late: deque[asyncio.Future[None]] = deque()  # readers that wake in a later turn
+        self._num_wakes = WAKES_PER_TURN  # left in this turn
+        self._is_turn_counted = False
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -173,6 +182,23 @@ class StreamTable:
 
     def forget(self, request_id: RequestId) -> None:
         self._streams.pop(request_id, None)
+
+    def wake(self, waiter: asyncio.Future[None]) -> None:
+        """Now, or in a later turn of the event loop if enough readers wake in this one."""
+        if not self._is_turn_counted:
+            self._is_turn_counted = True
+            self.loop.call_soon(self._begin_turn)
+        if not self._num_wakes:
+            self._late.append(waiter)
+        elif not waiter.done():  # its reader may have been cancelled
+            self._num_wakes -= 1
+            waiter.set_result(None)
+
+    def _begin_turn(self) -> None:
+        self._num_wakes = WAKES_PER_TURN
+        self._is_turn_counted = False
+        for _ in range(min(WAKES_PER_TURN, len(self._late))):
+            self.wake(self._late.popleft())
 
     def deliver(self, outputs: StepOutputs) -> None:
         """Rows of requests that were closed here meanwhile are dropped."""

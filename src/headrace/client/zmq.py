@@ -16,15 +16,15 @@ from typing import Any, Final
 import zmq
 
 from headrace.client.admission import Admission
-from headrace.client.base import EngineStatus
+from headrace.client.base import EngineStatus, RankStatus
 from headrace.client.report import FrontEndReport
 from headrace.client.session import Session, closed, engine_dead
 from headrace.client.status import status_of
 from headrace.client.streams import ClientStream
 from headrace.config.options import AdmissionConfig
-from headrace.errors import ErrorInfo, Unavailable
+from headrace.errors import Draining, ErrorInfo, Unavailable
 from headrace.transport import codec
-from headrace.transport.board import EngineState, StatusBoard
+from headrace.transport.board import EngineRecord, EngineState, StatusBoard
 from headrace.transport.messages import EngineInfo, Goodbye, Hello, Lifecycle, Submit, ToEngine
 from headrace.transport.sockets import connect_front_end
 from headrace.types import RequestId
@@ -96,7 +96,7 @@ class ZmqClient:
         session = self._require_session()
         session.require_info()
         if self._board.is_draining:
-            raise Unavailable("the server is shutting down and takes no new requests", code="draining")
+            raise Draining
         if self._is_stalled():
             raise Unavailable(
                 f"the engine has given no sign of life for {self._board.read_engine().heartbeat_age_s:.0f} s",
@@ -129,7 +129,8 @@ class ZmqClient:
         if self._board.is_draining:
             reasons.append("draining")
         age_s = engine.heartbeat_age_s if engine.heartbeat_ns else 0.0
-        return status_of(engine.stats, session.lifecycle if session else Lifecycle(), tuple(reasons), age_s)
+        lifecycle = session.lifecycle if session else Lifecycle()
+        return status_of(engine.stats, lifecycle, tuple(reasons), age_s, self._ranks(engine))
 
     async def close(self) -> None:
         session = self._session
@@ -191,6 +192,20 @@ class ZmqClient:
             logger.error("dropped a message of the engine: %s", error)
             return
         self._session.handle(message)
+
+    def _ranks(self, engine: EngineRecord) -> tuple[RankStatus, ...]:
+        """Of a model on several; those alone that have started."""
+        if self._board.num_ranks == 1:
+            return ()
+        records = {0: (engine.pid, engine.heartbeat_ns, engine.heartbeat_age_s, engine.stats.step)}
+        for rank in range(1, self._board.num_ranks):
+            worker = self._board.read_worker(rank)
+            records[rank] = (worker.pid, worker.heartbeat_ns, worker.heartbeat_age_s, worker.num_steps)
+        return tuple(
+            RankStatus(rank, pid, age_s, num_steps)
+            for rank, (pid, heartbeat_ns, age_s, num_steps) in records.items()
+            if heartbeat_ns
+        )
 
     def _is_stalled(self) -> bool:
         return self._board.read_engine().heartbeat_age_s > self._heartbeat_timeout_s

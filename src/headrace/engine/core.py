@@ -18,7 +18,7 @@ import msgspec
 from headrace.config.options import CacheConfig, SchedulerConfig
 from headrace.engine.counts import Counts
 from headrace.engine.holding import Holding, preparation_error
-from headrace.engine.intake import Intake, num_refusals
+from headrace.engine.intake import Intake, check_lifecycle, num_refusals
 from headrace.engine.outputs import OutputRows
 from headrace.engine.registry import RequestRegistry
 from headrace.engine.scheduler import create_scheduler
@@ -32,7 +32,6 @@ from headrace.engine.sizing import (
 )
 from headrace.errors import (
     Conflict,
-    DeadlineExceeded,
     ErrorInfo,
     InternalError,
     RequestError,
@@ -50,7 +49,6 @@ logger = logging.getLogger(__name__)
 QUIET_REASONS = frozenset({"client", "disconnect", "stop_string", "control"})
 """Abort reasons whose choice just ends with what it has: its sender's own, and a trainer's, who wants partial results.
 Any other one is the server's, and an error to the sender."""
-_ASLEEP_RETRY_S = 5
 
 
 class EngineCore:
@@ -82,6 +80,7 @@ class EngineCore:
             backend=model.backend,
             weights_version=model.weights_version,
             has_prefix_cache=cache.enable_prefix_caching,
+            embedding_size=model.hidden_size,
         )
         self.executor = executor
         self._clock = clock
@@ -107,7 +106,7 @@ class EngineCore:
         try:
             if self._registry.get(client, request.request_id) is not None:
                 raise Conflict(f"request id {request.request_id} is in use", param="request_id")
-            self._refuse_if_asleep()
+            check_lifecycle(self.lifecycle, self._holds_while_asleep)
             live = self._intake.admit(client, request, self._clock())
         except RequestError as error:
             self._rows.add_refusal(client, request.request_id, num_refusals(request), error.info())
@@ -149,14 +148,6 @@ class EngineCore:
         self._end_all(ending, FinishReason.ABORT, error)
         return len(ending)
 
-    def _refuse_if_asleep(self) -> None:
-        state = self.lifecycle.state
-        if state == "poisoned":
-            raise Unavailable(f"there are no weights: {self.lifecycle.reason}", code="weights_poisoned")
-        if state == "asleep" and not self._holds_while_asleep:
-            tags = " and ".join(self.lifecycle.asleep)
-            raise Unavailable(f"the engine sleeps ({tags})", code="asleep", retry_after_s=_ASLEEP_RETRY_S)
-
     def _enqueue(self, seq: Sequence) -> None:
         if seq.request not in self._held:
             self._scheduler.add(seq)
@@ -170,10 +161,9 @@ class EngineCore:
         return bool(self._rows) or (self.lifecycle.is_serving and has_some)
 
     def expire(self) -> None:
-        """Ends what is past its deadline."""
-        for request in self._registry.pop_expired(self._clock()):
-            error = DeadlineExceeded(f"the request's deadline of {request.submit.timeout_s:g} s has passed").info()
-            self._end_all([seq for seq in request.sequences if seq.is_live], FinishReason.ERROR, error)
+        """Ends what is past its deadline, or has waited for too long."""
+        for request, error in self._registry.pop_expired(self._clock()):
+            self._end_all([seq for seq in request.sequences if seq.is_live], FinishReason.ERROR, error.info())
 
     def take_outputs(self) -> dict[int, StepOutputs]:
         """The rows that need no step: of aborts and refusals since the last one."""
@@ -216,6 +206,10 @@ class EngineCore:
             self._num_generated_tokens += 1
             if reason is not None:
                 self._close(seq, reason)
+        for slot, embedding in result.embeddings.items():
+            seq = by_slot[slot]
+            self._rows.add_embedding(seq, embedding, now_s)
+            self._close(seq, FinishReason.STOP)
 
     def _share_prompt_logprobs(self, result: StepResult, by_slot: Mapping[int, Sequence]) -> None:
         """The followers get the leader's rows: they will not compute the prompt themselves."""
@@ -325,6 +319,11 @@ class EngineCore:
     def num_active(self) -> int:
         """Live choices that are not held."""
         return sum(request.num_live for request in self._registry if request not in self._held)
+
+    @property
+    def num_live(self) -> int:
+        """Live choices, held ones too."""
+        return sum(request.num_live for request in self._registry)
 
     def active_names(self, most: int) -> list[str]:
         """Public ids of the first of them."""

@@ -12,12 +12,12 @@ import random
 from array import array
 
 from headrace.engine.sequence import PromptGroup, Request, Sequence
-from headrace.errors import ContextLengthExceeded, InvalidRequest
-from headrace.transport.messages import EngineInfo, Submit
-from headrace.types import ALL_LOGPROBS, SamplingParams
+from headrace.errors import ContextLengthExceeded, Draining, InvalidRequest, Unavailable
+from headrace.transport.messages import EngineInfo, Lifecycle, Submit
+from headrace.types import ALL_LOGPROBS, POOLINGS, SamplingParams
 
 MAX_SEED = 2**63 - 1
-
+_ASLEEP_RETRY_S = 5
 
 MAX_CHOICES = 65536
 """Of one request; a front end's own limit is far lower."""
@@ -65,6 +65,17 @@ class Intake:
         return request
 
 
+def check_lifecycle(lifecycle: Lifecycle, holds_while_asleep: bool) -> None:
+    """Raises Unavailable in a state that takes no requests."""
+    if lifecycle.is_draining:
+        raise Draining
+    if lifecycle.state == "poisoned":
+        raise Unavailable(f"there are no weights: {lifecycle.reason}", code="weights_poisoned")
+    if lifecycle.state == "asleep" and not holds_while_asleep:
+        tags = " and ".join(lifecycle.asleep)
+        raise Unavailable(f"the engine sleeps ({tags})", code="asleep", retry_after_s=_ASLEEP_RETRY_S)
+
+
 def num_refusals(submit: Submit) -> int:
     """How many choices the sender of a refused request waits for; at least one, so that it hears of it at all."""
     return min(MAX_CHOICES, max(1, len(submit.prompts) * max(1, submit.params.n)))
@@ -80,14 +91,31 @@ def check_submit(submit: Submit, info: EngineInfo) -> None:
         raise InvalidRequest(
             f"{len(submit.prompts)} prompts times n of {submit.params.n} are more than {MAX_CHOICES} choices", param="n"
         )
-    if submit.timeout_s is not None and not math.isfinite(submit.timeout_s):
-        raise InvalidRequest(f"timeout_s must be a finite number, got {submit.timeout_s}", param="timeout_s")
+    for name in ("timeout_s", "queue_timeout_s"):
+        seconds = getattr(submit, name)
+        if seconds is not None and not math.isfinite(seconds):
+            raise InvalidRequest(f"{name} must be a finite number, got {seconds}", param=name)
     _check_params(submit.params, info.vocab_size)
+    _check_pooling(submit.params, info)
     for index, prompt in enumerate(submit.prompts):
         if not prompt:
             raise InvalidRequest(f"prompt {index} has no tokens", param="prompt")
         _check_ids(prompt, info.vocab_size, "prompt")
-        _check_length(len(prompt), submit.params.min_tokens, info)
+        _check_length(len(prompt), submit.params, info)
+
+
+def _check_pooling(params: SamplingParams, info: EngineInfo) -> None:
+    if params.pooling is None:
+        return
+    if params.pooling not in POOLINGS:
+        raise InvalidRequest(f"pooling must be {' or '.join(POOLINGS)}, got {params.pooling}", param="pooling")
+    if not info.embedding_size:
+        raise InvalidRequest("this engine gives no embeddings", param="pooling")
+    if params.n != 1:
+        raise InvalidRequest(f"n must be 1 for an embedding, got {params.n}", param="n")
+    for name in ("prompt_logprobs", "grammar", "thinking"):
+        if getattr(params, name) is not None:
+            raise InvalidRequest(f"{name} means nothing for an embedding", param=name)
 
 
 def max_sequence_tokens(info: EngineInfo) -> int:
@@ -95,15 +123,16 @@ def max_sequence_tokens(info: EngineInfo) -> int:
     return min(info.max_model_len, info.max_kv_tokens)
 
 
-def _check_length(num_prompt_tokens: int, min_tokens: int, info: EngineInfo) -> None:
-    limit = max_sequence_tokens(info)
-    if num_prompt_tokens + max(min_tokens, 0) < limit:
+def _check_length(num_prompt_tokens: int, params: SamplingParams, info: EngineInfo) -> None:
+    limit, min_tokens = max_sequence_tokens(info), params.min_tokens
+    is_pooled = params.pooling is not None
+    if num_prompt_tokens + max(min_tokens, 0) < limit + is_pooled:
         return
     what = "the maximum context length" if limit == info.max_model_len else "what the KV memory can hold"
     minimum = f" and min_tokens of {min_tokens}" if min_tokens > 0 else ""
+    together = "that" if is_pooled else "together with at least one new token that"
     raise ContextLengthExceeded(
-        f"the prompt has {num_prompt_tokens} tokens{minimum}; together with at least one new token that must stay "
-        f"within {what}, {limit} tokens",
+        f"the prompt has {num_prompt_tokens} tokens{minimum}; {together} must stay within {what}, {limit} tokens",
         param="prompt",
     )
 
@@ -150,6 +179,15 @@ def _check_params(params: SamplingParams, vocab_size: int) -> None:
         if not word:
             raise InvalidRequest("a bad word has no tokens", param="bad_words_token_ids")
         _check_ids(word, vocab_size, "bad_words_token_ids")
+    if params.thinking is not None:
+        if params.thinking.max_tokens < 0:
+            raise InvalidRequest(
+                f"thinking must allow 0 tokens or more, got {params.thinking.max_tokens}", param="thinking"
+            )
+        for marker in (params.thinking.close_ids, params.thinking.open_ids):
+            if not marker:
+                raise InvalidRequest("a marker of the thoughts has no tokens", param="thinking")
+            _check_ids(marker, vocab_size, "thinking")
     if params.logit_bias:
         _check_ids(tuple(params.logit_bias), vocab_size, "logit_bias")
         for token_id, bias in params.logit_bias.items():

@@ -14,7 +14,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from headrace.config.options import ControlConfig
+import msgspec
+
+from headrace.config.options import ControlConfig, ExpertsConfig
+from headrace.engine.balancer import ExpertBalancer
 from headrace.engine.control import ControlPlane
 from headrace.engine.control.state import EngineState
 from headrace.engine.core import EngineCore
@@ -39,6 +42,7 @@ from headrace.transport.stats import EngineStats
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0  # at least this often, even when idle
+BALANCE_S = 1.0  # how old the balance of experts may be: it takes a look at every layer
 MIN_PUBLISH_S = 0.2  # at most this often while it works: it costs a tenth of what else a step does in Python
 
 
@@ -52,12 +56,18 @@ class EngineLoop:
         publish: Callable[[EngineStats], None] | None = None,
         control: ControlConfig | None = None,
         weights_path: Path | None = None,
+        experts: ExpertsConfig | None = None,
     ) -> None:
         """`weights_path` is where the weights were loaded from, and can be again after a sleep."""
         self._core = core
         core.on_lifecycle = self._tell_all
         core.wake = self.wake
         state = EngineState(core, control or ControlConfig(), weights_path, self.wake)
+        if core.executor.expert_layers:
+            state.balancer = ExpertBalancer(core.executor, experts or ExpertsConfig(), self.wake)
+        self._balancer = state.balancer
+        self._balance = (0.0, 0.0)  # mean over layers, the worst
+        self._balanced_s = float("-inf")
         self._control = ControlPlane(state, self._emit_answer)
         self._emit = emit
         self._publish = publish
@@ -87,6 +97,7 @@ class EngineLoop:
                 self._receive()
                 if self._stopping.is_set():
                     break
+                self._core.executor.check()
                 had_work = self._core.has_work
                 if had_work:
                     self._emit_outputs(self._core.step())
@@ -176,7 +187,23 @@ class EngineLoop:
     def _publish_now(self) -> None:
         self._published_s = time.monotonic()
         if self._publish is not None:
-            self._publish(self._core.stats())
+            self._publish(self._stats())
+
+    def _stats(self) -> EngineStats:
+        stats, balancer = self._core.stats(), self._balancer
+        if balancer is None:
+            return stats
+        if self._published_s - self._balanced_s >= BALANCE_S:
+            self._balanced_s, self._balance = self._published_s, balancer.balance_now()
+        mean, worst = self._balance
+        return msgspec.structs.replace(
+            stats,
+            expert_balance_ppm=round(mean * 1e6),
+            worst_expert_balance_ppm=round(worst * 1e6),
+            num_expert_rebalances=balancer.counts.num_rebalances,
+            num_expert_failures=balancer.counts.num_failures,
+            num_expert_bytes=balancer.counts.num_bytes,
+        )
 
     def _die(self, error: BaseException) -> None:
         reason = f"{type(error).__name__}: {error}"

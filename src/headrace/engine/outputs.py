@@ -62,6 +62,19 @@ class OutputRows:
         rows.token_ids.append(token_id)
         rows.finished.append(0 if reason is None else int(reason))
 
+    def add_embedding(self, seq: Sequence, embedding: bytes, now_s: float) -> None:
+        """The only row of a choice whose prompt was pooled."""
+        rows = self._rows(seq.request.client)
+        version, seq.told_version = self.version, self.version
+        detail = RowDetail(
+            row=len(rows.choices),
+            num_preemptions=seq.num_preemptions,
+            weights_version=version,
+            embedding=embedding,
+        )
+        rows.details.append(_with_first(seq, detail, now_s))
+        self._add_empty(rows, seq.request.request_id, seq.choice, int(FinishReason.STOP))
+
     def add_prompt_logprobs(self, seq: Sequence, logprobs: LogprobRows) -> None:
         """A row without a token, ahead of the choice's first one."""
         rows = self._rows(seq.request.client)

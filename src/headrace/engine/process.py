@@ -18,7 +18,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.endpoint import EngineEndpoint
 from headrace.engine.loop import EngineLoop
 from headrace.errors import StartupError
-from headrace.executor import Executor, create_executor, create_mock_executor
+from headrace.executor import Executor, Grammars, create_executor, create_mock_executor
 from headrace.grammar import Vocabulary
 from headrace.kernels import describe
 from headrace.observability.logs import configure_logging, set_level
@@ -64,7 +64,14 @@ def build_core(launch: Launch) -> tuple[Executor, EngineCore]:
     else:
         path, tokenizer = Path(launch.model_path), config.model.tokenizer
         kept = config.grammar.num_grammars_kept
-        executor = create_executor(config.model, path, lambda: _load_vocabulary(path, tokenizer), kept)
+        executor = create_executor(
+            config.model,
+            path,
+            Grammars(lambda: _load_vocabulary(path, tokenizer), kept),
+            parallel=config.parallel,
+            observability=launch.config.observability,
+            board_path=launch.board_path,
+        )
     core = EngineCore(
         executor,
         config.cache,
@@ -111,7 +118,7 @@ def run(core: EngineCore, endpoint: EngineEndpoint, board: StatusBoard, watch: P
         log_level.look()
 
     path = None if launch.model_path is None else Path(launch.model_path)
-    loop = EngineLoop(core, endpoint.emit, publish, launch.config.engine.control, path)
+    loop = EngineLoop(core, endpoint.emit, publish, launch.config.engine.control, path, launch.config.engine.experts)
     watch.on_stop = loop.stop
     gc.collect()
     gc.freeze()  # the model and the modules live as long as the process: no collection walks them

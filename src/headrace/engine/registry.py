@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from headrace.engine.scheduler.queue import KeyedHeap
 from headrace.engine.sequence import Request
+from headrace.errors import DeadlineExceeded
 from headrace.transport.messages import Submit
 from headrace.types import RequestId
 
@@ -36,8 +37,7 @@ class RequestRegistry:
         self._num += 1
         for name in _names(request.submit):
             self._by_name.setdefault(name, {})[request] = None
-        if request.deadline_s is not None:
-            self._deadlines.push(request.deadline_s, request)
+        self._watch(request, *(time for time in (request.deadline_s, request.queue_deadline_s) if time is not None))
 
     def remove(self, request: Request) -> None:
         requests = self._by_client[request.client]
@@ -65,12 +65,25 @@ class RequestRegistry:
             found.update(self._by_name.get(name, {}))
         return list(found)
 
-    def pop_expired(self, now_s: float) -> list[Request]:
-        """Requests whose deadline has passed; they leave the deadlines, not the registry."""
-        expired: list[Request] = []
+    def pop_expired(self, now_s: float) -> list[tuple[Request, DeadlineExceeded]]:
+        """Requests that have no more time, and why; they leave the deadlines, not the registry."""
+        expired: list[tuple[Request, DeadlineExceeded]] = []
         while (deadline_s := self._deadlines.peek_key()) is not None and deadline_s <= now_s:
-            expired.append(self._deadlines.pop())
+            request = self._deadlines.pop()
+            submit = request.submit
+            if request.deadline_s is not None and request.deadline_s <= now_s:
+                why = f"the request's deadline of {submit.timeout_s:g} s has passed"
+                expired.append((request, DeadlineExceeded(why)))
+            elif not request.has_started:
+                why = f"the request has waited for {submit.queue_timeout_s:g} s and was not started"
+                expired.append((request, DeadlineExceeded(why, code="queue_timeout")))
+            elif request.deadline_s is not None:
+                self._watch(request, request.deadline_s)
         return expired
+
+    def _watch(self, request: Request, *deadlines_s: float) -> None:
+        if deadlines_s:
+            self._deadlines.push(min(deadlines_s), request)
 
     def check_invariants(self) -> None:
         requests = list(self)
@@ -83,7 +96,6 @@ class RequestRegistry:
             assert all(request in self._by_name[name] for name in _names(request.submit))
         named = {request for group in self._by_name.values() for request in group}
         assert named <= set(requests), "a name leads to a request that has ended"
-        assert all(request.deadline_s is not None for request in self._deadlines)
         assert set(self._deadlines) <= set(requests), "the deadline of a request that has ended is kept"
 
 

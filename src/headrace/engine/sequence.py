@@ -64,6 +64,7 @@ class Request:
         "ordinal",
         "preparation",
         "priority_key",
+        "queue_deadline_s",
         "request_id",
         "sequences",
         "stop_ids",
@@ -90,9 +91,14 @@ class Request:
         self.stop_ids = stop_ids
         self.is_cacheable = is_cacheable  # other requests may reuse its KV, and it theirs
         self.deadline_s = None if submit.timeout_s is None else arrival_s + submit.timeout_s
+        self.queue_deadline_s = None if submit.queue_timeout_s is None else arrival_s + submit.queue_timeout_s
         self.sequences: list[Sequence] = []  # by choice
         self.num_live = 0
         self.preparation: Future[Any] | None = None  # of its grammar
+
+    @property
+    def has_started(self) -> bool:
+        return any(seq.first_scheduled_s is not None for seq in self.sequences)
 
     @property
     def is_prepared(self) -> bool:
@@ -195,8 +201,10 @@ class Sequence:
         """How many leading tokens may come from the cache.
 
         The last one is always computed, because its logits are needed; and so is every token whose prompt logprobs
-        have not been sent: row r needs the logits at position r.
+        have not been sent: row r needs the logits at position r. A mean needs every token of the prompt.
         """
+        if self.params.pooling == "mean":
+            return 0
         if self.params.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt_tokens - 1:
             return self.num_prompt_logprobs
         return self.num_tokens - 1

@@ -3,39 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.config.options import ModelConfig
+from headrace.config.options import ModelConfig, ObservabilityConfig, ParallelConfig
+from headrace.errors import ConfigError
 from headrace.executor.base import Executor, ModelInfo
 from headrace.grammar import Vocabulary
 
-__all__ = ["Executor", "ModelInfo", "create_executor", "create_mock_executor"]
+__all__ = ["Executor", "Grammars", "ModelInfo", "create_executor", "create_mock_executor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammars:
+    """What following grammars takes. `load_vocabulary` is called in a thread when the first grammar comes."""
+
+    load_vocabulary: Callable[[], Vocabulary] | None = None
+    num_kept: int = 128
 
 
 def create_executor(
     model: ModelConfig,
     model_path: Path,
-    load_vocabulary: Callable[[], Vocabulary] | None = None,
-    num_grammars_kept: int = 128,
+    grammars: Grammars | None = None,
+    *,
+    parallel: ParallelConfig | None = None,
+    observability: ObservabilityConfig | None = None,
+    board_path: Path | None = None,
 ) -> Executor:
-    """The executor of one engine, for the model that lies at `model_path`. Blocks while weights load.
-    `load_vocabulary` is called in a thread when the first grammar comes."""
+    """The executor of one engine, for the model that lies at `model_path`. Blocks while weights load. On the board at
+    `board_path` ranks other than 0 write their heartbeats. Raises CheckpointError and ConfigError."""
     from headrace.executor.uniproc import UniprocExecutor
-    from headrace.kernels import create_backend
+    from headrace.kernels import create_backend, has_native
+    from headrace.models.shard import Sharding
 
-    backend = create_backend(
-        model.backend,
-        num_threads=model.threads,
-        kv_cache_dtype=model.kv_cache_dtype,
-        quantization=model.quantization,
+    parallel, grammars = parallel or ParallelConfig(), grammars or Grammars()
+    size = parallel.tensor_parallel_size
+    if parallel.redundant_experts and not parallel.enable_expert_parallel:
+        raise ConfigError(f"--redundant-experts {parallel.redundant_experts} needs --enable-expert-parallel")
+    sharding = Sharding(
+        size=size, has_whole_experts=parallel.enable_expert_parallel, num_redundant=parallel.redundant_experts
     )
-    return UniprocExecutor(
-        model_path,
-        backend,
-        _name(model),
-        load_vocabulary=load_vocabulary,
-        num_grammars_kept=num_grammars_kept,
-    )
+    if size == 1:
+        backend = create_backend(
+            model.backend,
+            num_threads=model.threads,
+            kv_cache_dtype=model.kv_cache_dtype,
+            quantization=model.quantization,
+        )
+        return UniprocExecutor(
+            model_path,
+            backend,
+            _name(model),
+            load_vocabulary=grammars.load_vocabulary,
+            num_grammars_kept=grammars.num_kept,
+            sharding=sharding,
+        )
+    if not has_native() or model.backend not in ("auto", "native"):
+        raise ConfigError(f"--tensor-parallel-size {size} needs the native kernels; the backend is {model.backend!r}")
+    from headrace.executor.multiproc import MultiprocExecutor, RankOptions
+
+    logs = observability or ObservabilityConfig()
+    options = RankOptions.of(model, size, board_path, (logs.log_level, logs.log_format))
+    return MultiprocExecutor(model_path, options, sharding, _name(model), grammars)
 
 
 def create_mock_executor(model: ModelConfig, step_delay_s: float = 0.0) -> Executor:

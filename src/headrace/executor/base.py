@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from headrace.eplb.layout import ExpertMap
 from headrace.transport.plan import StepPlan, StepResult
 from headrace.types import GrammarSpec
 from headrace.weights.tensor import CheckpointTensor
@@ -26,13 +27,22 @@ class ModelInfo:
     backend: str
     kv_bytes_per_token: int
     weights_version: str = "0"
+    num_ranks: int = 1
+    hidden_size: int = 0  # numbers of an embedding; 0: it gives none
 
 
 class Stage(Protocol):
     """New weights on their way in (models/stage.py). Used by one thread at a time, any. Raises InvalidRequest."""
 
-    num_bytes: int
-    pack_s: float  # seconds spent on packing so far
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensors that have come."""
+        ...
+
+    @property
+    def pack_s(self) -> float:
+        """Seconds spent on packing so far."""
+        ...
 
     @property
     def num_tensors(self) -> int: ...
@@ -62,6 +72,34 @@ class Stage(Protocol):
         ...
 
 
+class ExpertMover(Protocol):
+    """Brings a new expert map about (executor/expert_moves.py). Between steps, by the engine's thread."""
+
+    num_bytes: int  # moved so far for the map that is open
+    num_experts: int
+
+    @property
+    def bytes_per_expert(self) -> int:
+        """Of one layer, all matrices."""
+        ...
+
+    def open(self, new: ExpertMap) -> None:
+        """Gets ready for a map. One that was open is dropped."""
+        ...
+
+    def advance(self, max_bytes: int) -> bool:
+        """Moves at most about so many bytes; whether any are left."""
+        ...
+
+    def place(self) -> None:
+        """The next step runs with the new map, on all ranks."""
+        ...
+
+    def drop(self) -> None:
+        """Forgets a map that was open, and what was moved for it. Idempotent."""
+        ...
+
+
 class Executor(Protocol):
     """Runs step plans in order on one or more ranks. Used by one thread, where nothing else is said."""
 
@@ -83,6 +121,10 @@ class Executor(Protocol):
         """Runs one step to its end. A failure of one sequence is in the result; an exception ends the engine."""
         ...
 
+    def check(self) -> None:
+        """Raises when a rank has died. Cheap: asked at every turn of the engine's loop."""
+        ...
+
     def close(self) -> None: ...
 
     # ------------------------------------------------------------------ weights and memory, between steps
@@ -102,6 +144,10 @@ class Executor(Protocol):
 
     def swap(self, stage: Stage) -> None:
         """The next step computes with a stage's weights; the old ones are given back."""
+        ...
+
+    def close_stage(self, stage: Stage) -> None:
+        """A stage that was not swapped in is given up, and what it holds is given back. Idempotent."""
         ...
 
     def drop_weights(self) -> None:
@@ -126,4 +172,26 @@ class Executor(Protocol):
 
     def restore_kv(self) -> None:
         """KV memory again, with nothing in it. Idempotent."""
+        ...
+
+    # ------------------------------------------------------------------ experts, between steps
+
+    @property
+    def expert_map(self) -> ExpertMap | None:
+        """Which expert lies in which slot; None unless whole experts are spread over the ranks."""
+        ...
+
+    @property
+    def expert_layers(self) -> Sequence[int]:
+        """Layers with experts; row i of the map is of the i-th."""
+        ...
+
+    @property
+    def expert_moves(self) -> ExpertMover | None:
+        """None where there is no other rank."""
+        ...
+
+    def take_expert_counts(self) -> np.ndarray | None:
+        """Tokens that each slot was given since the last call: int64 [layers with experts, P]; None without experts.
+        Any thread."""
         ...

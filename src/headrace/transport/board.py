@@ -19,8 +19,8 @@ import msgspec
 from headrace.transport.slot import Slot
 from headrace.transport.stats import EngineStats
 
-_HEADER = struct.Struct("<8sIIII")
-_MAGIC = b"HRBOARD1"
+_HEADER = struct.Struct("<8sIIIIII")
+_MAGIC = b"HRBOARD2"
 
 
 class EngineState(IntEnum):
@@ -62,6 +62,18 @@ class FrontEndRecord(msgspec.Struct, frozen=True, kw_only=True):
     log_level_ns: int = 0  # when
 
 
+class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank of the model beside rank 0, which is the engine's own."""
+
+    pid: int = 0
+    heartbeat_ns: int = 0
+    num_steps: int = 0
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        return max(0, time.monotonic_ns() - self.heartbeat_ns) / 1e9
+
+
 class SupervisorRecord(msgspec.Struct, frozen=True, kw_only=True):
     state: int = SupervisorState.RUNNING
     pid: int = 0
@@ -70,13 +82,14 @@ class SupervisorRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 _NUM_ENGINE = 3 + len(EngineStats().as_integers())
 _NUM_FRONT_END = len(FrontEndRecord.__struct_fields__)
+_NUM_WORKER = len(WorkerRecord.__struct_fields__)
 _NUM_SUPERVISOR = len(SupervisorRecord.__struct_fields__)
 
 
 class StatusBoard:
     """Slots by owner. `create` makes the file, `open` maps an existing one."""
 
-    def __init__(self, memory: mmap.mmap, num_front_ends: int) -> None:
+    def __init__(self, memory: mmap.mmap, num_front_ends: int, num_ranks: int = 1) -> None:
         self._memory = memory
         self._view = memoryview(memory)
         self._offset = _HEADER.size
@@ -84,16 +97,18 @@ class StatusBoard:
         self._supervisor = self._next_slot(_NUM_SUPERVISOR)
         self._engine = self._next_slot(_NUM_ENGINE)
         self._front_ends = [self._next_slot(_NUM_FRONT_END) for _ in range(num_front_ends)]
+        self.num_ranks = num_ranks
+        self._workers = {rank: self._next_slot(_NUM_WORKER) for rank in range(1, num_ranks)}
 
     @classmethod
-    def create(cls, path: Path, num_front_ends: int) -> StatusBoard:
+    def create(cls, path: Path, num_front_ends: int, num_ranks: int = 1) -> StatusBoard:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            counts = (num_front_ends, _NUM_SUPERVISOR, _NUM_ENGINE, _NUM_FRONT_END)
-            slots = (_NUM_SUPERVISOR, _NUM_ENGINE, *[_NUM_FRONT_END] * num_front_ends)
+            layout = (_NUM_SUPERVISOR, _NUM_ENGINE, _NUM_FRONT_END, _NUM_WORKER)
+            slots = (_NUM_SUPERVISOR, _NUM_ENGINE, *[_NUM_FRONT_END] * num_front_ends, *[_NUM_WORKER] * (num_ranks - 1))
             os.ftruncate(fd, _HEADER.size + sum(Slot.size(num_fields) for num_fields in slots))
-            os.pwrite(fd, _HEADER.pack(_MAGIC, counts[0], *counts[1:]), 0)
-            return cls(mmap.mmap(fd, 0), num_front_ends)
+            os.pwrite(fd, _HEADER.pack(_MAGIC, num_front_ends, num_ranks, *layout), 0)
+            return cls(mmap.mmap(fd, 0), num_front_ends, num_ranks)
         finally:
             os.close(fd)
 
@@ -104,10 +119,10 @@ class StatusBoard:
             memory = mmap.mmap(fd, 0)
         finally:
             os.close(fd)
-        magic, num_front_ends, *layout = _HEADER.unpack_from(memory)
+        magic, num_front_ends, num_ranks, *layout = _HEADER.unpack_from(memory)
         assert magic == _MAGIC, "a board of this program"
-        assert layout == [_NUM_SUPERVISOR, _NUM_ENGINE, _NUM_FRONT_END], "a board of this version"
-        return cls(memory, num_front_ends)
+        assert layout == [_NUM_SUPERVISOR, _NUM_ENGINE, _NUM_FRONT_END, _NUM_WORKER], "a board of this version"
+        return cls(memory, num_front_ends, num_ranks)
 
     # ------------------------------------------------------------------ engine
 
@@ -119,6 +134,16 @@ class StatusBoard:
         state, pid, heartbeat_ns, *integers = self._engine.read()
         stats = EngineStats.from_integers(integers)
         return EngineRecord(state=EngineState(state), pid=pid, heartbeat_ns=heartbeat_ns, stats=stats)
+
+    # ------------------------------------------------------------------ workers
+
+    def write_worker(self, rank: int, record: WorkerRecord) -> None:
+        """A rank's own, from 1 on: the write is its heartbeat."""
+        self._workers[rank].write(msgspec.structs.astuple(record))
+
+    def read_worker(self, rank: int) -> WorkerRecord:
+        fields = self._workers[rank].read()
+        return WorkerRecord(**dict(zip(WorkerRecord.__struct_fields__, fields, strict=True)))
 
     # ------------------------------------------------------------------ front ends
 

@@ -44,6 +44,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     timeout_s: float | None = None  # from receipt by the engine, waiting included
     cache_salt: str | None = None
     trace_parent: str | None = None
+    queue_timeout_s: float | None = None  # from receipt by the engine until one of its choices is started
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
@@ -94,6 +95,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     weights_version: str = "0"
     has_prefix_cache: bool = True
+    embedding_size: int = 0  # numbers of an embedding; 0: there are none
 
     @property
     def max_kv_tokens(self) -> int:
@@ -110,6 +112,7 @@ class Lifecycle(msgspec.Struct, frozen=True, kw_only=True, tag="lifecycle"):
     pause_mode: str | None = None  # abort, wait or keep while paused
     version: str = "0"  # label of the weights
     epoch: int = 0  # counts the changes of the weights
+    is_draining: bool = False  # new requests are refused until an undrain
 
     @property
     def is_paused(self) -> bool:
@@ -142,6 +145,7 @@ class RowDetail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: ErrorInfo | None = None  # with FinishReason.ERROR, or ABORT by the server
     num_preemptions: int = 0
     weights_version: str | None = None  # of this row's tokens and those after it; on a first row, and where it changes
+    embedding: bytes | None = None  # float32 [D]: the pooled prompt, on a choice's only row
 
 
 class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):

@@ -29,7 +29,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One step. First the slots in `released` leave, then `new` ones enter, then `slots` compute.
 
     Row i: slot `slots[i]` computes its next `num_tokens[i]` tokens after `new_block_ids[i]` were appended to its block
-    table; it samples one token if `samples[i]` (it has then computed all tokens that it has).
+    table; it samples one token if `samples[i]` (it has then computed all tokens that it has), or gives its embedding.
     """
 
     step: int
@@ -52,4 +52,5 @@ class StepResult(msgspec.Struct, kw_only=True):
     token_ids: list[int] = []
     logprobs: dict[int, LogprobRows] = {}  # by slot, one row each
     prompt_logprobs: dict[int, LogprobRows] = {}  # by slot, the rows that this step's chunk completed
+    embeddings: dict[int, bytes] = {}  # by slot, of prompts that were computed to their end: float32 [D]
     errors: dict[int, str] = {}  # by slot: that sequence alone has failed (its logits were not finite)

@@ -1,7 +1,7 @@
 """Counters of an engine, as it publishes them: `engine/core.py` makes them, the status board and `/metrics` show them.
 
-Gauges are of this moment, everything below `num_preemptions` is a total since the start. They hold no stamps: whoever
-publishes them stamps the heartbeat.
+Gauges are of this moment; `num_preemptions` and what follows are totals since the start, but for the two balances. They
+hold no stamps: whoever publishes them stamps the heartbeat.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     steps_by_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKEN_BOUNDS) + 1)  # steps per bucket of STEP_TOKEN_BOUNDS
     refreshes: tuple[int, ...] = (0,) * len(REFRESH_SOURCES)  # commits by REFRESH_SOURCES
     refresh_us: tuple[int, ...] = (0,) * len(REFRESH_SOURCES)  # what they took, from begin to commit
+    expert_balance_ppm: int = 0  # gauge, millionths, mean over layers; 0: no experts, as balance itself never is
+    worst_expert_balance_ppm: int = 0  # gauge, of the worst layer
+    num_expert_rebalances: int = 0
+    num_expert_failures: int = 0
+    num_expert_bytes: int = 0  # moved between ranks
 
     def as_integers(self) -> list[int]:
         """All numbers one after the other, as the status board keeps them."""

@@ -56,7 +56,10 @@ def compare(state: EngineState, arguments: CompareArguments) -> Steps[dict[str, 
         stage.add_path(Path(arguments.path))
         return state.executor.differing(stage)
 
-    mismatches = yield from state.background(run)
+    try:
+        mismatches = yield from state.background(run)
+    finally:
+        state.executor.close_stage(stage)
     return {"match": not mismatches, "mismatches": mismatches}
 
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import msgspec
 
-from headrace.engine.control import groups, inspect, refresh
+from headrace.engine.control import experts, groups, inspect, refresh
 from headrace.engine.control.state import TAGS, EngineState, PauseMode, Steps, Tag, resident_bytes
-from headrace.errors import Conflict
+from headrace.errors import Conflict, DeadlineExceeded, RequestError
 from headrace.weights.checkpoint import fingerprint
 
+AUTOMATIC = "balance_experts"
+"""The one that the engine starts itself, when its policy is due. It gives way to any other."""
 Result = dict[str, Any]
 Run = Callable[[EngineState, Any], Generator[None, None, Result] | Result]
 
@@ -25,6 +27,10 @@ class PauseArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode: PauseMode = "abort"
     clear_cache: bool = False  # forget cached prefixes
     recompute: bool = False  # what is frozen gives its KV up and computes it again later
+    timeout_s: float | None = None
+
+
+class DrainArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timeout_s: float | None = None
 
 
@@ -55,6 +61,30 @@ def resume(state: EngineState, arguments: Arguments) -> Result:
     return {"was_paused": was_paused}
 
 
+def drain(state: EngineState, arguments: DrainArguments) -> Steps[Result]:
+    """Refuses requests from now on, and ends when those that are there have ended. Past the deadline the refusal stays:
+    whoever drains is about to take the server away."""
+    num_live = state.core.num_live
+    if num_live and not state.lifecycle.is_serving:
+        raise Conflict(f"{num_live} choices wait or are frozen and cannot end: resume, or abort them.")
+    state.change(is_draining=True)
+    try:
+        while state.core.num_live:
+            yield
+    except DeadlineExceeded as error:
+        raise DeadlineExceeded(f"{error.message}: {state.left()}; new ones are refused until an undrain") from None
+    except RequestError:  # cancelled
+        state.change(is_draining=False)
+        raise
+    return {"num_awaited": num_live}
+
+
+def undrain(state: EngineState, arguments: Arguments) -> Result:
+    was_draining = state.lifecycle.is_draining
+    state.change(is_draining=False)
+    return {"was_draining": was_draining}
+
+
 def sleep(state: EngineState, arguments: SleepArguments) -> Steps[Result]:
     """Gives memory back. What was frozen (keep) computes its tokens anew when its KV was given up."""
     tags = [tag for tag in arguments.tags or TAGS if tag not in state.lifecycle.asleep]
@@ -62,6 +92,7 @@ def sleep(state: EngineState, arguments: SleepArguments) -> Steps[Result]:
         return {"freed_bytes": 0, "tags": list(state.lifecycle.asleep)}
     if state.refresh is not None:
         raise Conflict("A refresh is open: commit or abort it before the engine sleeps.", code="refresh_open")
+    state.forget_staged_experts("the engine went to sleep")
     yield from state.settle(arguments.mode)
     before = resident_bytes()
     if "kv_cache" in tags:
@@ -104,7 +135,11 @@ def _wake_weights(state: EngineState) -> Steps[None]:
         stage.add_path(path)
         state.executor.finish(stage)
 
-    yield from state.background(read)
+    try:
+        yield from state.background(read)
+    except BaseException:
+        state.executor.close_stage(stage)
+        raise
     state.executor.swap(stage)
     state.core.adopt_weights(state.lifecycle.version, keep_kv=True)
     state.change(asleep=asleep, state="asleep" if asleep else "ready", reason=None)
@@ -119,12 +154,15 @@ def reset_prefix_cache(state: EngineState, arguments: Arguments) -> Result:
 class Entry:
     arguments: type[msgspec.Struct]
     run: Run
+    cancels: str | None = None  # the kind of operation that it ends first if it runs
     grace_s: float = 0.0  # beyond timeout_s, for one that keeps that time itself and says more when it is over
 
 
 OPERATIONS: Mapping[str, Entry] = {
     "pause": Entry(PauseArguments, pause),
     "resume": Entry(Arguments, resume),
+    "drain": Entry(DrainArguments, drain),
+    "undrain": Entry(Arguments, undrain, cancels="drain"),
     "sleep": Entry(SleepArguments, sleep),
     "wake": Entry(WakeArguments, wake),
     "refresh_weights": Entry(refresh.RefreshArguments, refresh.refresh_weights),
@@ -139,4 +177,6 @@ OPERATIONS: Mapping[str, Entry] = {
     "join_group": Entry(groups.JoinArguments, groups.join_group, grace_s=10.0),
     "leave_group": Entry(groups.LeaveArguments, groups.leave_group),
     "reset_prefix_cache": Entry(Arguments, reset_prefix_cache),
+    "rebalance_experts": Entry(experts.RebalanceArguments, experts.rebalance_experts),
+    AUTOMATIC: Entry(Arguments, experts.balance_experts),
 }

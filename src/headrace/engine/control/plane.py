@@ -16,8 +16,9 @@ from typing import Any
 
 import msgspec
 
+from headrace.engine.control.experts import balancer_of
 from headrace.engine.control.operation import Cancelled, Operation
-from headrace.engine.control.operations import OPERATIONS, Run
+from headrace.engine.control.operations import AUTOMATIC, OPERATIONS, Run
 from headrace.engine.control.sources import discard
 from headrace.engine.control.state import EngineState
 from headrace.errors import Conflict, DeadlineExceeded, InternalError, InvalidRequest, NotFound, RequestError
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 MAX_KEPT = 100
 DEFAULT_TIMEOUT_S = 600.0
-QUERIES = ("status", "operations", "cancel")
+QUERIES = ("status", "operations", "cancel", "experts", "expert_tokens")
 
 
 class _Running:
@@ -87,6 +88,7 @@ class ControlPlane:
 
     def advance(self) -> None:
         """Lets the running operation go on as far as it can. Called at least once between two steps."""
+        self._observe_experts()
         running = self._running
         if running is None:
             self._state.expire(self._clock())  # not while one runs: it may be the sender's
@@ -108,6 +110,15 @@ class ControlPlane:
             message = f"{running.operation.kind} failed: {type(error).__name__}: {error}"
             self._finish(running, "failed", error=InternalError(message))
 
+    def _observe_experts(self) -> None:
+        balancer, state = self._state.balancer, self._state
+        if balancer is None:
+            return
+        balancer.observe(state.core.counts.num_steps)
+        balancer.expire()
+        if self._running is None and state.refresh is None and state.has_weights and balancer.takes_turn():
+            self._start(AUTOMATIC, {}, None)
+
     # --------------------------------------------------------------------------------------------------------- starting
 
     def _start(self, kind: str, arguments: dict[str, Any], trace_parent: str | None) -> _Running:
@@ -117,6 +128,8 @@ class ControlPlane:
                 f"There is no control operation {kind[:40]!r}; there are: {', '.join((*OPERATIONS, *QUERIES))}.",
                 param="operation",
             )
+        if self._running is not None and self._running.operation.kind in (entry.cancels, AUTOMATIC):
+            self._cancel(self._running.operation.id)
         if self._running is not None:
             other = self._running.operation
             age_s = time.time() - other.started
@@ -157,6 +170,16 @@ class ControlPlane:
         if kind == "status":
             operation = self._running.operation.brief() if self._running is not None else None
             return {**self._state.status(), "operation": operation}
+        if kind in ("experts", "expert_tokens"):
+            clear, run = arguments.pop("clear", False), arguments.pop("run", "")
+            if arguments or not isinstance(clear, bool) or not isinstance(run, str):
+                raise InvalidRequest(f"{kind} takes clear, a boolean, and run, a string.", param="clear")
+            balancer = balancer_of(self._state)
+            balancer.observe(self._state.core.counts.num_steps)
+            balancer.hear(run)
+            if kind == "experts":
+                return balancer.report(clear=clear)
+            return {"tokens": balancer.tokens_by_rank(clear=clear).tolist()}
         wanted = arguments.pop("id", None)
         if arguments or not (wanted is None or isinstance(wanted, str)):
             raise InvalidRequest(f"{kind} takes id, a string, and nothing else.", param="id")

@@ -67,6 +67,7 @@ class VersionArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def begin_refresh(state: EngineState, arguments: BeginArguments) -> Steps[Result]:
     if state.refresh is not None:
         raise Conflict("A refresh is open already: commit or abort it first.", code="refresh_open")
+    state.forget_staged_experts("a refresh has begun")
     is_staged = _decide(state, arguments)
     if arguments.silence_s is not None and arguments.silence_s <= 0:
         raise InvalidRequest(f"silence_s must be above 0, got {arguments.silence_s:g}.", param="silence_s")
@@ -142,6 +143,7 @@ def commit_refresh(state: EngineState, arguments: CommitArguments) -> Steps[Resu
 def _swap(state: EngineState, refresh: OpenRefresh, arguments: CommitArguments) -> float:
     """All that changes at a commit, between two steps. Returns the seconds that it took."""
     started_s = state.clock()
+    state.forget_staged_experts("the weights were refreshed")
     state.executor.swap(refresh.stage)
     state.refresh = None
     state.remember(refresh.path)

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import psutil
 
 from headrace.config.options import ControlConfig
+from headrace.engine.balancer import ExpertBalancer
 from headrace.engine.control.background import Background, T
 from headrace.engine.core import EngineCore
 from headrace.errors import Conflict, DeadlineExceeded
@@ -66,6 +67,7 @@ class EngineState:
     refresh: OpenRefresh | None = None
     mark: str = ""  # of the files at `path`, when they were read
     groups: dict[str, TransferGroup] = field(default_factory=dict)  # by name
+    balancer: ExpertBalancer | None = None  # of a model with experts
 
     def __post_init__(self) -> None:
         self.remember(self.path)
@@ -74,6 +76,11 @@ class EngineState:
         """The weights in use were read from here; None: from nowhere that can be read again."""
         self.path = path
         self.mark = "" if path is None else fingerprint(path)
+
+    def forget_staged_experts(self, reason: str) -> None:
+        """They belong to weights that go."""
+        if self.balancer is not None:
+            self.balancer.forget_staged(reason)
 
     @property
     def executor(self) -> Executor:
@@ -125,14 +132,18 @@ class EngineState:
                     raise Conflict(f"{self.core.num_active} choices are frozen and cannot end: abort or keep them.")
                 yield
         except DeadlineExceeded as error:
-            names = ", ".join(self.core.active_names(_MAX_SHOWN))
-            left = f"{self.core.num_active} choices still run, of requests {names}"
+            left = self.left()
             self.core.release()
             raise DeadlineExceeded(f"{error.message}: {left}") from None
         except BaseException:
             self.core.release()
             raise
         return 0
+
+    def left(self) -> str:
+        """What still runs, in words."""
+        names = ", ".join(self.core.active_names(_MAX_SHOWN))
+        return f"{self.core.num_active} choices still run, of requests {names}"
 
     # ------------------------------------------------------------------------------------------------------ refreshing
 
@@ -146,7 +157,10 @@ class EngineState:
     def drop_refresh(self, reason: str) -> None:
         """Ends the open refresh without its weights. Staged: the old ones serve on. In place: there are none."""
         refresh, self.refresh = self.refresh, None
-        if refresh is not None and not refresh.is_staged and self.lifecycle.state == "updating":
+        if refresh is None:
+            return
+        self.executor.close_stage(refresh.stage)
+        if not refresh.is_staged and self.lifecycle.state == "updating":
             self.poison(reason)
 
     def poison(self, reason: str, **changes: Any) -> None:
@@ -164,6 +178,7 @@ class EngineState:
             "asleep": list(lifecycle.asleep),
             "is_paused": lifecycle.is_paused,
             "pause_mode": lifecycle.pause_mode,
+            "is_draining": lifecycle.is_draining,
             "version": lifecycle.version,
             "epoch": lifecycle.epoch,
             "refresh": None

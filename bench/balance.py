@@ -1,0 +1,197 @@
+"""What rebalancing experts is worth: balance and step time before and after, what it moves, how long steps wait for it.
+
+    python bench/balance.py --ranks 2 4 --redundant 0 16
+
+A mixture-of-experts model with random weights and a router that prefers few experts (tokens by Zipf's law) serves many
+sequences; each step computes chunks of prompts. The same work is done before and after one rebalance, and beside the
+moving; all answers must be equal, bit by bit, to those of a server with one rank. Step times are medians of rounds
+that alternate between the initial map and the new one. `--picture FILE.html` draws the loads under the new map.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from headrace.cli.experts_heatmap import draw_html, picture_of_reply
+from headrace.config.options import (
+    CacheConfig,
+    ControlConfig,
+    ExpertsConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from headrace.engine.balancer import ExpertBalancer
+from headrace.engine.control import ControlPlane
+from headrace.engine.control.state import EngineState
+from headrace.engine.core import EngineCore
+from headrace.eplb import ExpertMap
+from headrace.errors import FailedRequest
+from headrace.executor import create_executor
+from headrace.testing.tiny import write_tiny_model
+from headrace.transport.messages import Control, ControlDone, Submit
+from headrace.types import RequestId, SamplingParams
+
+SHAPE: dict[str, Any] = {
+    "architecture": "qwen3_moe",
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "num_layers": 6,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "head_dim": 32,
+    "num_experts": 32,
+    "num_experts_per_token": 4,
+    "expert_size": 512,
+    "router_skew": 1.0,
+}
+CHUNK, PROMPT, NUM_SEQUENCES, OUTPUT = 512, 384, 16, 16
+CLIENT = 0
+
+
+class Engine:
+    """The engine of a server in this process, with worker processes where there are several ranks."""
+
+    def __init__(self, model: Path, ranks: int, redundant: int) -> None:
+        parallel = ParallelConfig(
+            tensor_parallel_size=ranks, enable_expert_parallel=ranks > 1, redundant_experts=redundant
+        )
+        self.executor = create_executor(ModelConfig(quantization="w8"), model, parallel=parallel)
+        self.core = EngineCore(
+            self.executor,
+            CacheConfig(num_kv_blocks=2048, enable_prefix_caching=False),
+            SchedulerConfig(max_num_seqs=NUM_SEQUENCES, max_num_batched_tokens=CHUNK),
+        )
+        self.state = EngineState(self.core, ControlConfig(), model, lambda: None)
+        self.state.balancer = self.balancer = ExpertBalancer(self.executor, ExpertsConfig(), lambda: None)
+        self.answers: dict[int, ControlDone] = {}
+        self.plane = ControlPlane(self.state, lambda _, done: self.answers.__setitem__(done.call_id, done))
+        self.request_ids, self.call_ids = itertools.count(), itertools.count()
+        self.step_s: list[float] = []
+
+    def serve(self, prompts: list[tuple[int, ...]]) -> dict[int, list[int]]:
+        """Answers by prompt; notes how long each step took."""
+        first = next(self.request_ids)
+        names = {first: 0}
+        for index in range(1, len(prompts)):
+            names[next(self.request_ids)] = index
+        params = SamplingParams(max_tokens=OUTPUT, temperature=0.0, seed=0, ignore_eos=True)
+        for name, index in names.items():
+            request = Submit(request_id=RequestId(name), public_id=f"r{name}", prompts=(prompts[index],), params=params)
+            self.core.submit(CLIENT, request)
+        answers: dict[int, list[int]] = {index: [] for index in names.values()}
+        while self.core.has_work:
+            started_s = time.perf_counter()
+            outputs = self.core.step()
+            self.step_s.append(time.perf_counter() - started_s)
+            self.plane.advance()
+            if CLIENT in outputs:
+                rows, at = outputs[CLIENT], 0
+                for name, count in zip(rows.request_ids, rows.num_tokens, strict=True):
+                    answers[names[name]] += rows.token_ids[at : at + count]
+                    at += count
+        return answers
+
+    def start(self, **arguments: Any) -> int:
+        call_id = next(self.call_ids)
+        self.plane.handle(CLIENT, Control(call_id=call_id, operation="rebalance_experts", arguments=arguments))
+        return call_id
+
+    def finish(self, call_id: int) -> dict[str, Any]:
+        while call_id not in self.answers:
+            self.plane.advance()
+        done = self.answers[call_id]
+        if done.error is not None:
+            raise FailedRequest(done.error)
+        assert done.result is not None, "no error"
+        result: dict[str, Any] = done.result["result"][0]
+        return result
+
+    def use(self, target: ExpertMap) -> None:
+        self.finish(self.start(slots=target.slots_LP.tolist()))
+
+    def measure(self, prompts: list[tuple[int, ...]]) -> tuple[dict[int, list[int]], float]:
+        """Answers, and the seconds of all steps together."""
+        self.step_s.clear()
+        answers = self.serve(prompts)
+        return answers, sum(self.step_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--redundant", type=int, nargs="+", default=[0, 16])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--skew", type=float, default=SHAPE["router_skew"])
+    parser.add_argument("--picture", type=Path, help="where to draw the loads of the last row")
+    options = parser.parse_args()
+    rng = np.random.default_rng(1)
+    prompts = [tuple(rng.integers(300, 2048, PROMPT).tolist()) for _ in range(NUM_SEQUENCES)]
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_tiny_model(Path(folder) / "model", **SHAPE | {"router_skew": options.skew})
+        alone = Engine(model, 1, 0)
+        expected = alone.serve(prompts)
+        alone.executor.close()
+        print(
+            "| ranks | redundant | balance (worst layer) | after | step time | MB moved | stall per step: most, mean |"
+        )
+        print("|---|---|---|---|---|---|---|")
+        for ranks, redundant in itertools.product(options.ranks, options.redundant):
+            print(row(model, ranks, redundant, (prompts, expected), options), flush=True)
+
+
+def row(
+    model: Path,
+    ranks: int,
+    redundant: int,
+    work: tuple[list[tuple[int, ...]], dict[int, list[int]]],
+    options: argparse.Namespace,
+) -> str:
+    """One line of the table."""
+    prompts, expected = work
+    engine = Engine(model, ranks, redundant)
+    try:
+        initial = engine.balancer.current
+        engine.serve(prompts)  # warm, and measured for the plan
+        before = engine.balancer.report()["balance"]
+        call = engine.start()  # moves beside the steps that follow
+        assert engine.serve(prompts) == expected, "an answer has changed while experts moved"
+        run = engine.finish(call)["run"]
+        balanced = engine.balancer.current
+        engine.balancer.window.read(clear=True)
+        ratios = []
+        for _ in range(options.rounds):
+            seconds = {}
+            for name, experts in (("initial", initial), ("balanced", balanced)):
+                engine.use(experts)
+                engine.balancer.window.read(clear=True)
+                answers, seconds[name] = engine.measure(prompts)
+                assert answers == expected, "an answer has changed"
+            ratios.append(seconds["balanced"] / seconds["initial"])
+        after = engine.balancer.report()["balance"]
+        if options.picture is not None:
+            reply = msgspec.json.encode(engine.balancer.report())
+            options.picture.write_text(draw_html(picture_of_reply(reply, "the engine")), encoding="utf-8")
+    finally:
+        engine.executor.close()
+    num_stalls = max(1, run["num_stalls"])
+    return (
+        f"| {ranks} | {redundant} | {before['mean']:.3f} ({before['worst']:.3f}) "
+        f"| {after['mean']:.3f} ({after['worst']:.3f}) "
+        f"| x {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) "
+        f"| {run['bytes_moved'] / 1e6:.1f} "
+        f"| {run['longest_stall_s'] * 1e3:.1f}, {run['stall_s'] / num_stalls * 1e3:.1f} ms |"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Moves experts between the ranks of a model until a new map can take effect. Rank 0's side.
+
+    open(map) -> advance(max_bytes) between steps, until it says that nothing is left -> place()      or drop()
+
+Weights go from a rank that has an expert to one that gets it, through memory that both see. Nothing that serves changes
+before `place`, which changes weights and map together, on all ranks, between two steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headrace.eplb.layout import ExpertMap
+from headrace.eplb.moves import Move, fetches, moves
+from headrace.executor.experts import ExpertShelf
+from headrace.executor.weights import RankWeights
+from headrace.executor.workers import Workers
+from headrace.transport import worker as wire
+
+Key = tuple[int, int]
+"""Layer and expert."""
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """One expert on its way to all ranks that get it."""
+
+    key: Key
+    source: int
+    targets: tuple[int, ...]
+    shapes: list[wire.PartShape] = field(default_factory=list)
+    num_done: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(shape.num_bytes for shape in self.shapes)
+
+
+class ExpertMoves:
+    """One map at a time. Belongs to the engine's thread, between steps."""
+
+    def __init__(self, weights: RankWeights, shelf: ExpertShelf, workers: Workers) -> None:
+        self._weights = weights
+        self._shelf = shelf
+        self._workers = workers
+        self._map: ExpertMap | None = None
+        self._left: list[_Transfer] = []  # of the layer whose turn it is
+        self._layers_left: list[int] = []  # rows of the map
+        self._shapes: dict[Key, list[wire.PartShape]] = {}  # of those that have moved, of the weights in use
+        self.num_bytes = 0  # that have been moved for this map
+        self.num_experts = 0
+
+    @property
+    def current(self) -> ExpertMap:
+        experts = self._weights.shard.experts
+        assert experts is not None, "made where experts are spread over ranks"
+        return experts
+
+    @property
+    def bytes_per_expert(self) -> int:
+        layer, slots_P = next(iter(self._weights.shard.moe_index)), self.current.slots_LP[0]
+        return sum(shape.num_bytes for shape in self._shelf.describe(layer, int(slots_P[0])))  # slot 0 is rank 0's
+
+    def open(self, new: ExpertMap) -> None:
+        """Gets ready for a map. One that was open is dropped."""
+        self.drop()
+        self._map, self._layers_left = new, self._changed(new)
+
+    def advance(self, max_bytes: int) -> bool:
+        """Moves at most about so many bytes; whether any are left."""
+        pieces: list[tuple[_Transfer, wire.ExpertPiece]] = []
+        place = 0
+        while place < max_bytes and self._has_more():
+            transfer = self._left[0]
+            count = min(transfer.num_bytes - transfer.num_done, max_bytes - place)
+            pieces.append((transfer, wire.ExpertPiece(*transfer.key, transfer.num_done, count, place)))
+            transfer.num_done += count
+            place += -(-count // 64) * 64
+            if transfer.num_done == transfer.num_bytes:
+                self._left.pop(0)
+                self.num_experts += len(transfer.targets)
+        if pieces:
+            self._move(pieces)
+            self.num_bytes += sum(piece.num_bytes * len(transfer.targets) for transfer, piece in pieces)
+        return self._has_more()
+
+    def _has_more(self) -> bool:
+        """A layer's moves are found when their turn has come: all at once would hold up the steps."""
+        assert self._map is not None, "open comes first"
+        while not self._left and self._layers_left:
+            self._left = self._described(self._transfers(self._map, self._layers_left.pop(0)))
+        return bool(self._left)
+
+    def place(self) -> None:
+        """The next step runs with the new map."""
+        assert self._map is not None, "open and advance come first"
+        assert not self._left, "advance to the end comes first"
+        assert not self._layers_left, "advance to the end comes first"
+        rows = {index: self._map.slots_LP[index].tolist() for index in self._changed(self._map)}
+        self._workers.call(wire.PlaceExperts(rows), "between", meanwhile=lambda: self._shelf.place(rows))
+        self._clear()
+
+    def forget_shapes(self) -> None:
+        """Other weights may be packed in another way."""
+        self._shapes.clear()
+
+    def drop(self) -> None:
+        """Forgets a map that was open, and what was moved for it. Idempotent."""
+        if self._map is not None:
+            self._workers.call(wire.DropExperts(), "between", meanwhile=self._shelf.drop)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._map, self._left, self._layers_left = None, [], []
+        self.num_bytes = self.num_experts = 0
+
+    def _transfers(self, new: ExpertMap, row: int) -> list[_Transfer]:
+        """One per expert that some rank lacks; to however many ranks, it is read once."""
+        layer = list(self._weights.shard.moe_index)[row]
+        old, target = (
+            ExpertMap(each.slots_LP[[row]], each.num_experts, each.num_ranks) for each in (self.current, new)
+        )
+        wanted: dict[Key, list[Move]] = {}
+        for move in fetches(moves(old, target)):
+            wanted.setdefault((layer, move.expert), []).append(move)
+        transfers = []
+        for key, group in wanted.items():
+            source = group[0].source_rank
+            assert source is not None, "every expert lives on some rank"
+            transfers.append(_Transfer(key, source, tuple(sorted({move.target_rank for move in group}))))
+        return transfers
+
+    def _changed(self, new: ExpertMap) -> list[int]:
+        """Rows of the map that a new one changes."""
+        rows: list[int] = np.flatnonzero((self.current.slots_LP != new.slots_LP).any(axis=1)).tolist()
+        return rows
+
+    def _described(self, transfers: list[_Transfer]) -> list[_Transfer]:
+        size = self._weights.shard.size
+        new = [each for each in transfers if each.key not in self._shapes]
+        by_source = [[each for each in new if each.source == rank] for rank in range(size)]
+        for transfer in by_source[0]:
+            self._shapes[transfer.key] = self._shelf.describe(*transfer.key)
+        if any(by_source[1:]):
+            calls = [wire.DescribeExperts([each.key for each in by_source[rank]]) for rank in range(1, size)]
+            for own, reply in zip(by_source[1:], self._workers.call_each(calls, "between"), strict=True):
+                assert isinstance(reply, wire.Shapes), "that is the answer"
+                self._shapes.update(zip((transfer.key for transfer in own), reply.shapes, strict=True))
+        for transfer in transfers:
+            transfer.shapes = self._shapes[transfer.key]
+        return transfers
+
+    def _move(self, pieces: list[tuple[_Transfer, wire.ExpertPiece]]) -> None:
+        ranks = range(self._weights.shard.size)
+        given = [[piece for transfer, piece in pieces if transfer.source == rank] for rank in ranks]
+        taken = [[piece for transfer, piece in pieces if rank in transfer.targets] for rank in ranks]
+        shapes = {"{}.{}".format(*transfer.key): transfer.shapes for transfer, _ in pieces}
+        self._workers.call_each(
+            [wire.MoveExperts(given[rank], taken[rank], shapes) for rank in ranks[1:]],
+            "between",
+            meanwhile=lambda: self._shelf.move(given[0], taken[0], shapes),
+        )
