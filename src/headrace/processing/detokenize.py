@@ -71,7 +71,7 @@ class IncrementalDetokenizer:
         step = self.step
         if len(token_ids) == 1:
             return step(token_ids[0])
-        return "".join([step(token_id) for token_id in token_ids])
+        return "".join(map(step, token_ids))
 
 
 class _Hiding:

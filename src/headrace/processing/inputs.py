@@ -7,7 +7,9 @@ keep answering; short ones inline, because a thread would cost more than the wor
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,13 +21,14 @@ from msgspec.structs import replace
 from headrace.config.options import AdmissionConfig, GrammarConfig
 from headrace.errors import InvalidRequest, QueueFull
 from headrace.processing.chat_template import ChatTemplate
-from headrace.processing.checks import check_token_ids, refusal
+from headrace.processing.checks import check_int, check_token_ids, refusal
 from headrace.processing.messages import check_messages
 from headrace.processing.structured import GrammarChecker
 from headrace.processing.tokenizer import Tokenizer
 from headrace.processing.validate import (
     check_length,
     check_num_choices,
+    context_limit,
     resolve_words,
     validate_params,
     validate_request,
@@ -35,6 +38,8 @@ from headrace.types import GrammarSpec, RequestId, SamplingParams
 
 INLINE_CHARS = 2_000  # a text up to this long is tokenised on the loop: well under a millisecond
 NUM_THREADS = 2
+NICENESS = 5  # of these threads: where cores are short, the event loop goes first
+DENSE_CHARS = 16  # characters per token that no text but spaces reaches: below, its length alone says too little
 SEED_BITS = 62  # drawn seeds leave room for seed + choice
 RESERVED_TEMPLATE_KWARGS = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
@@ -72,8 +77,10 @@ class RequestOptions:
     more_names: tuple[str, ...] = ()  # by which an abort finds the request too
     add_special_tokens: bool | None = None  # None: for plain prompts, as a chat template writes its own
     default_max_tokens: int | None = None
+    truncate_to: int | None = None  # of a longer prompt only that many last tokens are kept; -1: what the context holds
     priority: int = 0
     timeout_s: float | None = None
+    queue_timeout_s: float | None = None
     cache_salt: str | None = None
     trace_parent: str | None = None
     names: Mapping[str, str] = field(default_factory=dict)  # SamplingParams field -> the request's name for it
@@ -87,6 +94,29 @@ class PreparedRequest:
     texts: tuple[str | None, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """What a prompt must fit into."""
+
+    info: EngineInfo
+    has_output: bool
+    num_kept: int | None  # a longer prompt loses its first tokens; None: it is refused
+
+    @classmethod
+    def of(cls, info: EngineInfo, options: RequestOptions, *, has_output: bool) -> _Room:
+        asked, most = options.truncate_to, context_limit(info) - has_output
+        if asked is None:
+            return cls(info, has_output, None)
+        param = options.names.get("truncate_to", "truncate_prompt_tokens")
+        if asked != -1:
+            check_int(asked, param, 1, most, f"-1 or an integer from 1 to {most}, what the context holds")
+        return cls(info, has_output, most if asked == -1 else asked)
+
+    def check(self, num_tokens: int, param: str, *, at_least: bool = False) -> None:
+        if self.num_kept is None:
+            check_length(num_tokens, 0, self.info, param, at_least=at_least, has_output=self.has_output)
+
+
 class InputProcessor:
     """One per front end. All methods but `close` belong to one event loop."""
 
@@ -96,7 +126,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._admission = admission
         self._seeds = random.Random(seed or None)
-        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenise")
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenise", initializer=_stand_back)
         self._num_pending = 0
         self._grammars = GrammarChecker(tokenizer, grammar or GrammarConfig())
 
@@ -131,13 +161,11 @@ class InputProcessor:
         submit = replace(prepared.submit, params=replace(prepared.submit.params, grammar=spec))
         return PreparedRequest(submit, prepared.texts)
 
-    async def tokenize(
-        self, source: ChatInput | str, info: EngineInfo, *, add_special_tokens: bool | None = None
-    ) -> list[int]:
+    async def tokenize(self, source: ChatInput | str, *, add_special_tokens: bool | None = None) -> list[int]:
         """Token ids of a text or of a rendered conversation."""
         sources: ChatInput | Sequence[Prompt] = source if isinstance(source, ChatInput) else (source,)
         options = RequestOptions(add_special_tokens=add_special_tokens)
-        return await self._run(_num_chars(sources), lambda: list(self._token_ids(sources, info, options)[0][0]))
+        return await self._run(_num_chars(sources), lambda: list(self._token_ids(sources, None, options)[0][0]))
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return await self._run(
@@ -178,7 +206,8 @@ class InputProcessor:
         options: RequestOptions,
     ) -> PreparedRequest:
         params = resolve_words(params, self._encode_word, self._admission)
-        prompts, texts = self._token_ids(source, info, options)
+        room = _Room.of(info, options, has_output=params.pooling is None)
+        prompts, texts = self._token_ids(source, room, options)
         params = validate_request(
             prompts,
             params,
@@ -188,7 +217,7 @@ class InputProcessor:
             names={"prompt": "messages" if isinstance(source, ChatInput) else "prompt", **options.names},
         )
         public_id, aliases = request_names(options.prefix, options.name)
-        timeout_s = options.timeout_s if options.timeout_s is not None else self._admission.default_timeout_s
+        timeout_s, queue_timeout_s = options.timeout_s, options.queue_timeout_s
         submit = Submit(
             request_id=request_id,
             public_id=options.public_id or public_id,
@@ -196,15 +225,17 @@ class InputProcessor:
             prompts=prompts,
             params=params,
             priority=options.priority,
-            timeout_s=timeout_s,
+            timeout_s=self._admission.default_timeout_s if timeout_s is None else timeout_s,
+            queue_timeout_s=self._admission.default_queue_timeout_s if queue_timeout_s is None else queue_timeout_s,
             cache_salt=options.cache_salt,
             trace_parent=options.trace_parent,
         )
         return PreparedRequest(submit, texts)
 
     def _token_ids(
-        self, source: ChatInput | Sequence[Prompt], info: EngineInfo, options: RequestOptions
+        self, source: ChatInput | Sequence[Prompt], room: _Room | None, options: RequestOptions
     ) -> tuple[tuple[tuple[int, ...], ...], tuple[str | None, ...]]:
+        """Ids and texts of prompts. Without `room` they are only counted or shown."""
         if isinstance(source, ChatInput):
             source = (source,)
         if not source:
@@ -212,21 +243,31 @@ class InputProcessor:
         ids: list[tuple[int, ...]] = []
         texts: list[str | None] = []
         for index, prompt in enumerate(source):
-            param = options.names.get("prompt", "prompt") + (f"[{index}]" if len(source) > 1 else "")
+            name = options.names.get("prompt", "messages" if isinstance(prompt, ChatInput) else "prompt")
+            param = name + (f"[{index}]" if len(source) > 1 else "")
             text = None
             if isinstance(prompt, str):
                 text, adds_special = prompt, options.add_special_tokens is not False
-                ids.append(tuple(self._tokenizer.encode(text, add_special_tokens=adds_special)))
+                ids.append(self._encode(text, adds_special, room, param))
             elif isinstance(prompt, ChatInput):
                 text, adds_special = self._render(prompt), bool(options.add_special_tokens)
-                ids.append(tuple(self._tokenizer.encode(text, add_special_tokens=adds_special)))
+                ids.append(self._encode(text, adds_special, room, param))
             elif isinstance(prompt, list | tuple):
-                check_length(len(prompt), 0, info, param)  # before looking at each of a million ids
-                ids.append(check_token_ids(prompt, param, info.vocab_size))
+                assert room is not None, "ids are a prompt"
+                room.check(len(prompt), param)  # before looking at each of a million ids
+                kept = prompt if room.num_kept is None else prompt[-room.num_kept :]
+                ids.append(check_token_ids(kept, param, room.info.vocab_size))
             else:
                 raise refusal(param, prompt, "a string or a list of token ids")
             texts.append(text)
         return tuple(ids), tuple(texts)
+
+    def _encode(self, text: str, adds_special: bool, room: _Room | None, param: str) -> tuple[int, ...]:
+        """A text that is much too long is refused by its length: to tokenise 10 MB takes seconds."""
+        if room is not None and room.num_kept is None and len(text) > DENSE_CHARS * context_limit(room.info):
+            room.check(self._tokenizer.least_tokens(text), param, at_least=True)
+        ids = self._tokenizer.encode(text, add_special_tokens=adds_special)
+        return tuple(ids if room is None or room.num_kept is None else ids[-room.num_kept :])
 
     def _render(self, chat: ChatInput) -> str:
         template = self._template(chat.chat_template)
@@ -263,6 +304,12 @@ class InputProcessor:
 
     def _encode_word(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _stand_back() -> None:
+    """On Linux a thread has a niceness of its own, which the tokenizer library's threads inherit."""
+    if sys.platform == "linux":
+        os.nice(NICENESS)
 
 
 def request_names(prefix: str, name: str | None) -> tuple[str, tuple[str, ...]]:

@@ -85,20 +85,25 @@ def _after_thoughts(value: Mapping[str, Any], special_id: SpecialId) -> str:
 
 def _tool_calls(value: Mapping[str, Any], special_id: SpecialId) -> str:
     """`tools/forced.py` writes the value: what stands before, the calls of which one or more come, what is between
-    two of them (null: there is one only), and what stands after."""
+    two of them (null: there is one only), what stands after, and rules that a call may be made of."""
+
+    def item(part: Any) -> str:
+        if isinstance(part, str):
+            return quoted(part)
+        if "schema" in part:
+            return schema_item(part["schema"])
+        if "marker" in part:
+            return literal(part["marker"], special_id)
+        return str(part["rule"]) if "rule" in part else quoted(part["maybe"]) + "?"
 
     def sequence(parts: list[Any]) -> str:
-        items = []
-        for part in parts:
-            if isinstance(part, str):
-                items.append(quoted(part))
-            else:
-                items.append(schema_item(part["schema"]) if "schema" in part else literal(part["marker"], special_id))
-        return " ".join(items)
+        return " ".join(map(item, parts))
 
-    more = "" if value["more"] is None else f"({quoted(value['more'])} call)*"
+    more = "" if value["more"] is None else f"({sequence(value['more'])} call)*"
     rules = [f"{HEADER}start: {sequence(value['before'])} call {more} {sequence(value['after'])}"]
     rules.append("call: " + " | ".join(sequence(call) for call in value["calls"]))
+    for name, rule in value.get("rules", {}).items():
+        rules.append(f"{name}: ({' | '.join(map(sequence, rule['either']))}){'?' if rule['is_optional'] else ''}")
     return "\n".join(rules)
 
 

@@ -15,10 +15,12 @@ differ are vLLM's:
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from headrace.client.base import Delta, OutputStream
 from headrace.errors import ErrorInfo, InternalError
+from headrace.processing.by_token import by_token
 from headrace.processing.detokenize import IncrementalDetokenizer
 from headrace.processing.logprobs import TokenLogprob, token_logprobs
 from headrace.processing.parsing import ReplyParsing
@@ -31,13 +33,12 @@ from headrace.types import FinishReason, SamplingParams, Usage
 __all__ = ["ChoiceAssembler", "OutputAssembler", "TextDelta", "TokenLogprob"]
 
 
-@dataclass(slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, gc=False):
     """What is new of one choice, as text. `token_ids` may run ahead of `text` where a character is unfinished."""
 
     choice: int
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
     logprobs: list[TokenLogprob] | None = None  # one per token id, if asked for
     prompt_logprobs: list[TokenLogprob] | None = None  # from the prompt's second token on
     finish_reason: FinishReason | None = None
@@ -50,6 +51,7 @@ class TextDelta:
     weights_versions: tuple[tuple[int, str], ...] = ()  # (index into the choice's tokens, version from there on)
     reasoning: str = ""  # comes before `text`
     calls: Sequence[ToolCallDelta] = ()  # come after `text`
+    embedding: bytes | None = None  # as in Delta
 
     @property
     def is_empty(self) -> bool:
@@ -90,6 +92,8 @@ class ChoiceAssembler:
             self._search = TokenSearch(self._detokenizer, params, thinking)
         self._tools = None if parsing is None else parsing.tool_parser()
         self._is_parallel = parsing is None or parsing.is_parallel
+        self._shows_reasoning = parsing is None or parsing.shows_reasoning
+        self._is_plain = self._search is None and self._tools is None
         self._num_received = 0
         self.num_tokens = 0
         """Tokens that are part of the output so far, the stop or EOS token included."""
@@ -105,14 +109,23 @@ class ChoiceAssembler:
         """The next delta as text. After the finish everything is swallowed."""
         if self.is_finished:
             return TextDelta(delta.choice)
+        if self._is_plain and _has_tokens_alone(delta):
+            token_ids = delta.token_ids
+            num_tokens = len(token_ids)
+            self._num_received += num_tokens
+            self.num_tokens += num_tokens
+            return TextDelta(delta.choice, self._detokenizer.push(token_ids), token_ids)
         out = TextDelta(
             delta.choice,
             num_cached_tokens=delta.num_cached_tokens,
             queue_s=delta.queue_s,
             prefill_s=delta.prefill_s,
             num_preemptions=delta.num_preemptions,
-            weights_versions=tuple((self._num_received + index, version) for index, version in delta.weights_versions),
         )
+        if delta.weights_versions:
+            out.weights_versions = tuple(
+                (self._num_received + index, version) for index, version in delta.weights_versions
+            )
         self._num_received += len(delta.token_ids)
         if delta.prompt_logprobs is not None:
             out.prompt_logprobs = token_logprobs(self._tokenizer, delta.prompt_logprobs)
@@ -125,7 +138,7 @@ class ChoiceAssembler:
         self.num_tokens += len(out.token_ids)
         if delta.finish_reason is not None and not self.is_finished:
             self.is_finished = True
-            out.finish_reason, out.error = delta.finish_reason, delta.error
+            out.finish_reason, out.error, out.embedding = delta.finish_reason, delta.error, delta.embedding
             if delta.stop_token_id in self._params.stop_token_ids:
                 out.stop_reason = delta.stop_token_id
         if self._tools is not None:
@@ -155,6 +168,8 @@ class ChoiceAssembler:
             found.token_ids,
             found.logprobs,
         )
+        if not self._shows_reasoning:
+            out.reasoning = ""
         if search.matched is not None:
             self.is_finished = True
             self.wants_abort = delta.finish_reason is None
@@ -170,6 +185,19 @@ class ChoiceAssembler:
         out.text, out.calls = text, calls if self._is_parallel else [call for call in calls if call.index == 0]
 
 
+def _has_tokens_alone(delta: Delta) -> bool:
+    """As all but the first and the last of a choice do, if nothing was asked for but its text."""
+    return (
+        delta.finish_reason is None
+        and delta.logprobs is None
+        and delta.queue_s is None
+        and delta.num_cached_tokens is None
+        and delta.prompt_logprobs is None
+        and not delta.weights_versions
+        and not delta.num_preemptions
+    )
+
+
 class OutputAssembler:
     """The outputs of one request: an async iterator of the text deltas that came since the last look.
 
@@ -181,6 +209,7 @@ class OutputAssembler:
         self, tokenizer: Tokenizer, request: Submit, stream: OutputStream, parsing: ReplyParsing | None = None
     ) -> None:
         self._stream = stream
+        self._deltas = aiter(stream)
         self._n = request.params.n
         self._choices = [
             ChoiceAssembler(tokenizer, prompt, request.params, parsing)
@@ -188,45 +217,56 @@ class OutputAssembler:
             for _ in range(self._n)
         ]
         self._has_reasoning = parsing is not None and parsing.reasoning is not None
-        self._prompt_tokens = sum(len(prompt) for prompt in request.prompts)
-        self._cached_tokens = 0
-
-    @property
-    def usage(self) -> Usage:
+        self._is_by_token = parsing is not None and parsing.tools is not None and request.params.logprobs is not None
+        self.usage = Usage(prompt_tokens=sum(map(len, request.prompts)))
         """Counts so far: the prompt once per prompt, completions summed over choices."""
-        return Usage(
-            prompt_tokens=self._prompt_tokens,
-            completion_tokens=sum(choice.num_tokens for choice in self._choices),
-            cached_tokens=self._cached_tokens,
-            reasoning_tokens=sum(c.num_reasoning_tokens for c in self._choices) if self._has_reasoning else 0,
-        )
 
     def num_tokens(self, choice: int) -> int:
         """Tokens of one choice so far."""
         return self._choices[choice].num_tokens
 
-    async def __aiter__(self) -> AsyncIterator[list[TextDelta]]:
-        async for deltas in self._stream:
-            if texts := self.feed(deltas):
-                yield texts
-        # The stream's contract is one finish per choice. A request that never ends is worse than one that says so.
-        if lost := [index for index, choice in enumerate(self._choices) if not choice.is_finished]:
-            error = InternalError("the stream of outputs ended before this choice did.").info()
-            yield [TextDelta(index, finish_reason=FinishReason.ERROR, error=error) for index in lost]
+    def __aiter__(self) -> AsyncIterator[list[TextDelta]]:
+        return self
+
+    async def __anext__(self) -> list[TextDelta]:
+        try:
+            while True:
+                if texts := self.feed(await self._deltas.__anext__()):
+                    return texts
+        except StopAsyncIteration:
+            if lost := self.end():
+                return lost
+            raise
+
+    def end(self) -> list[TextDelta]:
+        """Ends for choices that have none, though a stream's contract is one for each. A request that never ends is
+        worse than one that says so."""
+        lost = [index for index, choice in enumerate(self._choices) if not choice.is_finished]
+        if not lost:
+            return []
+        for index in lost:
+            self._choices[index].is_finished = True
+        error = InternalError("the stream of outputs ended before this choice did.").info()
+        return [TextDelta(index, finish_reason=FinishReason.ERROR, error=error) for index in lost]
 
     def feed(self, deltas: Sequence[Delta]) -> list[TextDelta]:
         """The text of these deltas, without those that say nothing."""
         texts = []
+        if self._is_by_token:
+            deltas = [part for delta in deltas for part in by_token(delta)]
         for delta in deltas:
             choice = self._choices[delta.choice]
             if delta.num_cached_tokens is not None and delta.choice % self._n == 0:
-                self._cached_tokens += delta.num_cached_tokens
+                self.usage.cached_tokens += delta.num_cached_tokens
             was_finished = choice.is_finished
             text = choice.push(delta)
+            self.usage.completion_tokens += len(text.token_ids)
             if choice.wants_abort and not was_finished:
                 self._stream.abort_choice(delta.choice)
             if not text.is_empty:
                 texts.append(text)
+        if self._has_reasoning:
+            self.usage.reasoning_tokens = sum(choice.num_reasoning_tokens for choice in self._choices)
         return texts
 
     def close(self, reason: str = "disconnect") -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 from headrace.config.options import ParsingConfig
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, InvalidRequest
 from headrace.processing.lark import after_thoughts
 from headrace.processing.reasoning import (
     Opening,
@@ -25,12 +25,13 @@ from headrace.processing.reasoning import (
     detect_reasoning,
     reasoning_parsers,
 )
-from headrace.processing.reasoning.styles import TagStyle
 from headrace.processing.tokenizer import Tokenizer
 from headrace.processing.tools import ToolParser, ToolParserType, detect_tools, tool_parsers
-from headrace.types import GrammarSpec
+from headrace.types import GrammarSpec, ThinkingBudget
 
 NUM_TAIL_TOKENS = 32  # of a prompt that came as token ids: enough for what may open the thoughts
+NEIGHBOURS = (("", ""), ("a", "a"), (".", "\n\n"), ("\n", "\n"), (" ", " "), (".\n\n", ""))
+"""Texts between which the marker of thoughts stands, or its like."""
 T = TypeVar("T")
 
 
@@ -55,25 +56,26 @@ class ReplyParsing:
     reasoning: ReasoningParserType | None = None
     tools: ToolParserType | None = None
     opening: Opening
-    tool_names: frozenset[str] = frozenset()
+    offered: Mapping[str, Any] = field(default_factory=dict)  # functions that may be called, and their schemas
     is_parallel: bool = True  # whether calls after the first are kept
     shown_token_ids: frozenset[int] = frozenset()
+    shows_reasoning: bool = True  # else thoughts are taken off and dropped
 
     def reasoning_parser(self) -> ReasoningParser | None:
         return None if self.reasoning is None else self.reasoning(self.opening)
 
     def answer_form(self, spec: GrammarSpec) -> GrammarSpec:
         """The same for the answer alone, where thoughts may come before it."""
-        if not isinstance(self.reasoning, TagStyle):
+        tags = _tags(self.reasoning)
+        if self.reasoning is None or tags is None:
             return spec
         phase = self.reasoning(self.opening).phase
         if phase is Phase.ANSWER:
             return spec
-        is_thinking = phase is Phase.THINKING
-        return after_thoughts(spec, self.reasoning.opener, self.reasoning.closer, is_thinking=is_thinking)
+        return after_thoughts(spec, *tags, is_thinking=phase is Phase.THINKING)
 
     def tool_parser(self) -> ToolParser | None:
-        return None if self.tools is None else self.tools(self.tool_names)
+        return None if self.tools is None else self.tools(self.offered)
 
 
 class Parsing:
@@ -96,6 +98,34 @@ class Parsing:
     def has_reasoning(self) -> bool:
         return self._reasoning is not None
 
+    def thinking_budget(self, reply: ReplyParsing | None, max_tokens: int, field: str) -> ThinkingBudget | None:
+        """How thoughts of at most that many tokens are ended; None where there will be none. Raises InvalidRequest."""
+        tags = _tags(self._reasoning)
+        if self._reasoning is None or tags is None or reply is None:
+            raise InvalidRequest(
+                f"{field} needs a model whose thoughts can be told from its answer (see --reasoning-parser).",
+                param=field,
+                code="unsupported_field",
+            )
+        phase = self._reasoning(reply.opening).phase
+        if phase is Phase.ANSWER:
+            return None
+        open_ids, close_ids = (self._tag_ids(tag, field) for tag in tags)
+        return ThinkingBudget(phase is Phase.THINKING, open_ids, close_ids, max_tokens)
+
+    def _tag_ids(self, tag: str, field: str) -> tuple[int, ...]:
+        """A marker is found and forced by its ids, so they must not depend on the text around it."""
+        ids = self._tokenizer.encode(tag, add_special_tokens=False)
+        for before, after in NEIGHBOURS:
+            if not _contains(self._tokenizer.encode(before + tag + after, add_special_tokens=False), ids):
+                raise InvalidRequest(
+                    f"{field} cannot be kept to with the served model: {tag} is not made of tokens of its own in its "
+                    "vocabulary.",
+                    param=field,
+                    code="unsupported_field",
+                )
+        return tuple(ids)
+
     def of_request(  # budget: each is a fact of its own about the request
         self,
         prompt: str | Sequence[int],
@@ -107,8 +137,8 @@ class Parsing:
     ) -> ReplyParsing | None:
         """None where replies stay as they are. `continued`: the message that the prompt ends amid; `tools`: those that
         the model may call, as the request writes them."""
-        tool_names = frozenset(_tool_names(tools or ()))
-        has_tools = self._tools is not None and bool(tool_names)
+        offered = dict(_functions(tools or ()))
+        has_tools = self._tools is not None and bool(offered)
         if self._reasoning is None and not has_tools:
             return None
         if not isinstance(prompt, str):
@@ -121,7 +151,7 @@ class Parsing:
                 is_message=continued is not None,
                 template_kwargs=template_kwargs or {},
             ),
-            tool_names=tool_names,
+            offered=offered,
             is_parallel=is_parallel,
             shown_token_ids=self._reasoning_ids | (self._tool_ids if has_tools else frozenset()),
         )
@@ -177,9 +207,17 @@ def _special_ids(tokenizer: Tokenizer, markers: Sequence[str]) -> frozenset[int]
     return frozenset(token_id for token_id in ids if token_id in tokenizer.special_token_ids)
 
 
-def _tool_names(tools: Iterable[Any]) -> Iterable[str]:
+def _tags(reasoning: ReasoningParserType | None) -> tuple[str, str] | None:
+    tags: tuple[str, str] | None = getattr(reasoning, "tags", None)
+    return tags
+
+
+def _contains(ids: Sequence[int], part: Sequence[int]) -> bool:
+    return bool(part) and any(ids[start : start + len(part)] == part for start in range(len(ids) - len(part) + 1))
+
+
+def _functions(tools: Iterable[Any]) -> Iterable[tuple[str, Any]]:
     for tool in tools:
         function = tool.get("function") if isinstance(tool, Mapping) else None
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if isinstance(name, str):
-            yield name
+        if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+            yield function["name"], function.get("parameters")

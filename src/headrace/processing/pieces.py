@@ -39,12 +39,15 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
-class Pieces:
-    """The table of one tokenizer. Safe to read from several threads: an entry is computed at worst twice."""
+class Pieces(dict[int, Piece]):
+    """The table of one tokenizer. Safe to read from several threads: an entry is computed at worst twice.
+
+    A dictionary that fills itself, because it is read once per token.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        super().__init__()
         self._backend = backend
-        self._known: dict[int, Piece] = {}
         self._alphabet = byte_alphabet()
         self._replacements: list[tuple[str, str]] = []
         self.strips_first_space = False
@@ -53,10 +56,8 @@ class Pieces:
         )
         self.scheme = self._read_decoder()
 
-    def __getitem__(self, token_id: int) -> Piece:
-        piece = self._known.get(token_id)
-        if piece is None:
-            piece = self._known[token_id] = self._make(token_id)
+    def __missing__(self, token_id: int) -> Piece:
+        piece = self[token_id] = self._make(token_id)
         return piece
 
     def _read_decoder(self) -> Scheme:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.config.options import GrammarConfig
@@ -58,6 +58,36 @@ def conflict(first: str, second: str) -> InvalidRequest:
     return InvalidRequest(
         f"{first} and {second} both say what the output must match; only one of them may.", param=second
     )
+
+
+def format_of(value: Any, field: str, kinds: Sequence[str] = ("text", "json_object", "json_schema")) -> Found | None:
+    """The same for a format whose schema stands beside its type, as /v1/responses and /v1/messages have it."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise refusal(field, value, "an object with a type")
+    kind = value.get("type")
+    if kind not in kinds:
+        raise refusal(f"{field}.type", kind, "one of " + ", ".join(kinds), code="unsupported_field")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return _schema(_ANY_OBJECT, field), field
+    if value.get("strict") is not None:
+        check_bool(value["strict"], f"{field}.strict")  # either way the schema is kept to
+    field += ".schema"
+    if not isinstance(value.get("schema"), Mapping):
+        raise refusal(field, value.get("schema"), "a JSON schema")
+    return _schema(value["schema"], field), field
+
+
+def either(form: Found | None, calls: GrammarSpec | None, field: str = "tool_choice") -> Found | None:
+    """What a reply must match: a form that was asked for, or calls that `field` insists on; both are refused."""
+    if calls is None:
+        return form
+    if form is not None:
+        raise conflict(form[1], field)
+    return calls, field
 
 
 def _response_format(value: Any) -> list[Found]:

@@ -8,15 +8,18 @@ writes and what a user writes are one string by then. Incremental decoding is in
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
 from headrace.errors import CheckpointError, ConfigError, InvalidRequest
 from headrace.processing.chat_template import ChatTemplate
-from headrace.processing.pieces import Pieces
+from headrace.processing.pieces import Pieces, Scheme
 from headrace.processing.tokenizer_files import (
     apply_config,
     explicit_template,
@@ -27,6 +30,7 @@ from headrace.processing.tokenizer_files import (
 from headrace.processing.tokenizer_gguf import TokenizerFiles, forget_cached, gguf_tokenizer_files
 
 _KEPT_REQUEST_TEMPLATES = 32
+_NFC_SHRINKS = 4  # code points at most become one: Unicode Standard Annex 15, on the expansion of NFD
 
 
 class Tokenizer:
@@ -82,6 +86,22 @@ class Tokenizer:
         ids: list[int] = encoded[0].ids
         return ids
 
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that the text has at least, found without tokenising it; 0 where nothing can be said."""
+        return len(text) // self._most_chars if self._most_chars else 0
+
+    @cached_property
+    def _most_chars(self) -> int:
+        """Most characters of a text that one token can stand for; 0 where there is no such bound."""
+        added = self.backend.get_added_tokens_decoder().values()
+        if self.pieces.scheme is Scheme.OTHER or any(token.lstrip or token.rstrip for token in added):
+            return 0  # a run of unknown characters or of spaces may become one token
+        normalizer = self.backend.normalizer
+        # One by one and not by get_vocab(), which would hold the GIL for a second.
+        lengths = [len(self.backend.id_to_token(token_id) or "") for token_id in range(self.vocab_size)]
+        longest = max([*lengths, *(len(token.content) for token in added)])
+        return longest * (1 if normalizer is None else _shrinks(json.loads(normalizer.__getstate__())))
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ids. Ids that the vocabulary does not have give no text."""
         try:
@@ -110,6 +130,20 @@ class Tokenizer:
                     del self._request_templates[next(iter(self._request_templates))]
                 self._request_templates[source] = template
         return template
+
+
+def _shrinks(normalizer: dict[str, Any]) -> int:
+    """How many characters a normaliser may turn into one; 0 if there is no bound, or none is known."""
+    kind = normalizer["type"]
+    if kind == "Sequence":
+        factor = 1
+        for step in normalizer["normalizers"]:
+            factor *= _shrinks(step)
+        return factor
+    if kind == "Replace":
+        old, new = normalizer["pattern"].get("String"), normalizer["content"]
+        return 1 if old is not None and len(new) >= len(old) else 0
+    return {"Prepend": 1, "NFD": 1, "NFC": _NFC_SHRINKS}.get(kind, 0)
 
 
 def load_tokenizer(model_path: Path, tokenizer: str | None = None, chat_template: str | None = None) -> Tokenizer:

@@ -24,7 +24,7 @@ from headrace.processing.checks import (
     shown,
 )
 from headrace.transport.messages import EngineInfo
-from headrace.types import ALL_LOGPROBS, SamplingParams
+from headrace.types import ALL_LOGPROBS, POOLINGS, SamplingParams
 
 GREEDY_BELOW = 1e-5  # dividing logits by less than this overflows float32; the distribution is a point by then
 HOTTEST = 1e6  # and above this it is uniform in float32
@@ -65,6 +65,8 @@ def validate_params(
         )
     if params.seed is not None:
         check_int(params.seed, path("seed"), 0, INT64_MAX, "an integer from 0 to 2^63 - 1")
+    if params.pooling is not None and params.pooling not in POOLINGS:
+        raise refusal(path("pooling"), params.pooling, " or ".join(POOLINGS))
     check_bool(params.include_stop_str_in_output, path("include_stop_str_in_output"))
     check_bool(params.ignore_eos, path("ignore_eos"))
     check_bool(params.skip_special_tokens, path("skip_special_tokens"))
@@ -193,7 +195,9 @@ def validate_request(
     """What needs the prompts: ids within the vocabulary, lengths, choices. Returns params with max_tokens set.
 
     Several prompts of one request share one `max_tokens`: it is cut to the room that the longest of them leaves.
+    Prompts that are pooled have none, and need no room.
     """
+    is_pooled = params.pooling is not None
     path = _Paths(names)
     if not prompts:
         raise InvalidRequest("There must be at least one prompt, not none.", param=path("prompt"))
@@ -204,8 +208,10 @@ def validate_request(
         if min(prompt) < 0 or max(prompt) >= info.vocab_size:
             bad = next(token_id for token_id in prompt if not 0 <= token_id < info.vocab_size)
             raise refusal(param, bad, f"made of token ids from 0 to {info.vocab_size - 1}")
-        check_length(len(prompt), params.min_tokens, info, param)
+        check_length(len(prompt), params.min_tokens, info, param, has_output=not is_pooled)
     check_num_choices(len(prompts) * params.n, admission, path("n"))
+    if is_pooled:
+        return replace(params, max_tokens=None)
     room = context_limit(info) - max(len(prompt) for prompt in prompts)
     asked = params.max_tokens if params.max_tokens is not None else default_max_tokens
     max_tokens = room if asked is None else min(room, asked)
@@ -231,14 +237,25 @@ def context_limit(info: EngineInfo) -> int:
     return min(info.max_model_len, info.max_kv_tokens)
 
 
-def check_length(num_tokens: int, min_tokens: int, info: EngineInfo, param: str) -> None:
-    """Raises ContextLengthExceeded, with both numbers, when nothing could be generated. Nothing is ever truncated."""
-    limit = context_limit(info)
-    if num_tokens + min_tokens < limit:
+def check_length(
+    num_tokens: int,
+    min_tokens: int,
+    info: EngineInfo,
+    param: str,
+    *,
+    at_least: bool = False,
+    has_output: bool = True,
+) -> None:
+    """Raises ContextLengthExceeded, with both numbers, when nothing could be generated. Nothing is ever truncated.
+    `at_least`: there may be more tokens than that. Without output a prompt may fill the context."""
+    limit, most = context_limit(info), context_limit(info) - has_output
+    if num_tokens + min_tokens <= most:
         return
     what = "context length" if limit == info.max_model_len else "KV memory"
-    needs = f"{num_tokens} tokens" + (f" and min_tokens asks for {min_tokens} more" if min_tokens else "")
+    needs = f"{'at least ' if at_least else ''}{num_tokens} tokens"
+    needs += f" and min_tokens asks for {min_tokens} more" if min_tokens else ""
     raise ContextLengthExceeded(
-        f"The {what} is {limit} tokens, output included; the prompt has {needs}. At most {limit - 1} are allowed.",
+        f"The {what} is {limit} tokens{', output included' if has_output else ''}; the prompt has {needs}. "
+        f"At most {most} are allowed.",
         param=param,
     )

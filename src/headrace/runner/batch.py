@@ -20,6 +20,7 @@ import numpy as np
 from headrace.kernels.ops import StepInputs
 from headrace.runner.block_tables import BlockTables
 from headrace.runner.edits import LogitEdits
+from headrace.runner.pooling import PooledRows, Pooler
 from headrace.runner.sampler import GREEDY_BELOW, SamplingRows
 from headrace.transport.plan import NewSequence, StepPlan
 from headrace.types import SamplingParams
@@ -37,6 +38,7 @@ class SlotState:
     block_ids: list[int]
     edits: LogitEdits | None
     num_prompt_logprobs: int  # rows delivered so far
+    pooler: Pooler | None = None  # it gives an embedding instead of tokens
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -89,6 +91,7 @@ class PersistentBatch:
         self._sampled: set[int] = set()
         self._reporting: set[int] = set()  # log probabilities
         self._scored: set[int] = set()  # prompt log probabilities
+        self._pooled: set[int] = set()  # an embedding, and no token at all
 
     # ------------------------------------------------------------------------------------------------ differences
 
@@ -105,7 +108,7 @@ class PersistentBatch:
     def _release(self, slot: int) -> None:
         assert self._states[slot] is not None, f"slot {slot} is released but free"
         self._states[slot] = None
-        for slots in (self._sampled, self._reporting, self._scored):
+        for slots in (self._sampled, self._reporting, self._scored, self._pooled):
             slots.discard(slot)
 
     def _enter(self, new: NewSequence) -> None:
@@ -129,13 +132,18 @@ class PersistentBatch:
             known = self.token_ids(slot)
             state.edits = LogitEdits(params, known, new.num_prompt_tokens, self._vocab_size, self._eos_token_ids)
         is_greedy = params.temperature < GREEDY_BELOW
-        if state.edits is not None or params.grammar is not None or not is_greedy:
+        is_bound = params.grammar is not None or params.thinking is not None
+        if state.edits is not None or is_bound or not is_greedy:
             self._sampled.add(slot)
         if params.logprobs is not None:
             self._reporting.add(slot)
         if state.wants_prompt_logprobs:
             assert new.num_computed_tokens <= new.num_prompt_logprobs, "cached positions cannot be scored"
             self._scored.add(slot)
+        if params.pooling is not None:
+            state.pooler = Pooler(params.pooling, new.num_prompt_tokens)
+            assert not (state.pooler.takes_all and new.num_computed_tokens), "cached positions cannot be pooled"
+            self._pooled.add(slot)
 
     def _append_blocks(self, slot: int, block_ids: list[int]) -> None:
         known = self.state(slot).block_ids
@@ -186,10 +194,14 @@ class PersistentBatch:
             assert end == known or not samples, "a token is sampled before all known ones are computed"
             assert end <= len(state.block_ids) * self._block_size, "tokens are scheduled without blocks"
             states.append(state)
-        return Rows(plan.slots, states, plan.num_tokens, plan.samples)
+        sampling = plan.samples
+        if self._pooled:
+            sampling = [each and slot not in self._pooled for slot, each in zip(plan.slots, sampling, strict=True)]
+        return Rows(plan.slots, states, plan.num_tokens, sampling)
 
-    def inputs(self, rows: Rows) -> tuple[StepInputs, list[PromptRows]]:
-        """One pass as arrays. The sampling rows' logits come first, in the order of `rows`, then those of prompts."""
+    def inputs(self, rows: Rows) -> tuple[StepInputs, list[PromptRows], list[PooledRows]]:
+        """One pass as arrays. The sampling rows' logits come first, in the order of `rows`, then those of prompts.
+        Hidden states are wanted only for rows that are pooled."""
         size = self._block_size
         token_ids: list[int] = []
         positions: list[int] = []
@@ -211,6 +223,8 @@ class PersistentBatch:
             context_lens.append(end)
         logit_rows = [stop - 1 for stop, samples in zip(query_starts[1:], rows.samples, strict=True) if samples]
         prompt_rows = self._prompt_rows(rows, query_starts, logit_rows) if self._scored else []
+        hidden_rows: list[int] = []
+        pooled_rows = self._pooled_rows(rows, query_starts, hidden_rows) if self._pooled else []
         inputs = StepInputs(
             token_ids_T=np.array(token_ids, np.int32),
             positions_T=np.array(positions, np.int32),
@@ -219,8 +233,9 @@ class PersistentBatch:
             context_lens_S=np.array(context_lens, np.int32),
             block_tables_SB=self._block_tables.rows(rows.slots, -(-max(context_lens) // size)),
             logit_rows_R=np.array(logit_rows, np.int32),
+            hidden_rows_U=np.array(hidden_rows, np.int32) if hidden_rows else None,
         )
-        return inputs, prompt_rows
+        return inputs, prompt_rows, pooled_rows
 
     def _prompt_rows(self, rows: Rows, query_starts: list[int], logit_rows: list[int]) -> list[PromptRows]:
         """The logits at position p - 1 score prompt token p; those that an earlier life delivered are left out. Adds
@@ -237,6 +252,21 @@ class PersistentBatch:
             if first < stop:
                 found.append(PromptRows(slot, len(logit_rows), stop - first, first + 1))
                 logit_rows.extend(range(first_index + first - start, first_index + stop - start))
+        return found
+
+    def _pooled_rows(self, rows: Rows, query_starts: list[int], hidden_rows: list[int]) -> list[PooledRows]:
+        """Adds what it wants to `hidden_rows`."""
+        found: list[PooledRows] = []
+        for slot, state, num_tokens, stop in zip(
+            rows.slots, rows.states, rows.num_tokens, query_starts[1:], strict=True
+        ):
+            if state.pooler is None:
+                continue
+            end = state.num_computed + num_tokens
+            if num_rows := state.pooler.num_wanted(state.num_computed, end):
+                is_last = end == state.num_prompt_tokens
+                found.append(PooledRows(slot, len(hidden_rows), num_rows, is_last))
+                hidden_rows.extend(range(stop - num_rows, stop))
         return found
 
     def sampling_rows(self, slots: list[int]) -> SamplingRows:

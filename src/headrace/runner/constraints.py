@@ -1,8 +1,8 @@
-"""Sequences whose output must match a grammar: one matcher per slot, and what it bans in a step.
+"""Sequences that are not free in what comes next: a grammar's matcher per slot, a budget of thoughts, or both.
 
-`model_runner.py` owns one. A mask follows from the tokens before it alone, so a thread computes it from the moment that
-they are known: while the engine works between two steps, and beside the forward pass. A matcher is fed the sequence's
-own output, so one that left and came back goes on where it was.
+`model_runner.py` owns one. A grammar's mask follows from the tokens before it alone, so a thread computes it from the
+moment that they are known: while the engine works between two steps, and beside the forward pass. Matchers and
+followers (`thinking.py`) are fed the sequence's own output, so one that left and came back goes on where it was.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from headrace.grammar import GrammarCompiler, GrammarError, Matcher
+from headrace.runner.thinking import ThinkingFollower, only
 from headrace.transport.plan import NewSequence, StepPlan
 
 Mask = np.ndarray | str
@@ -23,8 +24,10 @@ FAILED = "the output cannot follow its grammar any more: "
 class Constraints:
     """Used by one thread; starts another one with the first grammar."""
 
-    def __init__(self, grammars: GrammarCompiler | None) -> None:
+    def __init__(self, grammars: GrammarCompiler | None, vocab_size: int) -> None:
         self._grammars = grammars
+        self._vocab_size = vocab_size
+        self._thoughts: dict[int, ThinkingFollower] = {}  # by slot
         self._matchers: dict[int, Matcher | str] = {}  # by slot; a text says why there is none
         self._pool: ThreadPoolExecutor | None = None
         self._masks: dict[int, Future[dict[int, Mask]]] = {}  # by slot, whose own is in it, of the next token
@@ -35,7 +38,13 @@ class Constraints:
             for slot in plan.released:
                 self._matchers.pop(slot, None)
                 self._masks.pop(slot, None)
+        if self._thoughts:
+            for slot in plan.released:
+                self._thoughts.pop(slot, None)
         for new in plan.new:
+            if new.params.thinking is not None:
+                output = new.token_ids[new.num_prompt_tokens :]
+                self._thoughts[new.slot] = ThinkingFollower(new.params.thinking, output)
             if new.params.grammar is not None:
                 self._enter(new)
 
@@ -59,10 +68,26 @@ class Constraints:
     def masks(self, slots: list[int]) -> dict[int, Mask]:
         """What binds the next tokens of these slots, by row."""
         jobs = self._masks
-        return {row: jobs[slot].result()[slot] for row, slot in enumerate(slots) if slot in jobs} if jobs else {}
+        masks = {row: jobs[slot].result()[slot] for row, slot in enumerate(slots) if slot in jobs} if jobs else {}
+        if self._thoughts:
+            self._end_thoughts(slots, masks)
+        return masks
+
+    def _end_thoughts(self, slots: list[int], masks: dict[int, Mask]) -> None:
+        """Where a budget is used up. A grammar may want the rest of a character first: it wins, for a token."""
+        for row, slot in enumerate(slots):
+            follower, mask = self._thoughts.get(slot), masks.get(row)
+            forced_id = None if follower is None else follower.forced_id
+            if forced_id is None or isinstance(mask, str) or (mask is not None and mask[forced_id] != 0):
+                continue
+            masks[row] = only(forced_id, self._vocab_size)
 
     def append(self, slots: list[int], token_ids: list[int]) -> None:
         """These slots have got one more token each."""
+        if self._thoughts:
+            for slot, token_id in zip(slots, token_ids, strict=True):
+                if (follower := self._thoughts.get(slot)) is not None:
+                    follower.accept(token_id)
         if not self._matchers:
             return
         constrained = []

@@ -18,8 +18,10 @@ from headrace.kernels.ops import Backend, KVSpec, Model
 from headrace.runner import logprobs, sampler
 from headrace.runner.batch import PersistentBatch, PromptRows, Rows
 from headrace.runner.constraints import Constraints
+from headrace.runner.pooling import PooledRows
 from headrace.transport.plan import StepPlan, StepResult
 
+NOT_FINITE_STATES = "the model gave hidden states that are not finite"
 _PROMPT_LOGITS_BYTES = 64 * 1024 * 1024
 """Logits that prompt log probabilities may take in one forward pass; a longer chunk is computed in several."""
 
@@ -32,6 +34,7 @@ class ModelShape:
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    hidden_size: int = 0
 
 
 class ModelRunner:
@@ -48,7 +51,7 @@ class ModelRunner:
         grammars: GrammarCompiler | None = None,
     ) -> None:
         """Allocates the KV memory."""
-        self._constraints = Constraints(grammars)
+        self._constraints = Constraints(grammars, model.vocab_size)
         self._kv_shape = model.kv_spec, num_blocks, block_size
         self._has_kv = False
         self._backend = backend
@@ -108,10 +111,12 @@ class ModelRunner:
         yield rows
 
     def _run(self, rows: Rows, result: StepResult) -> None:
-        inputs, prompt_rows = self._batch.inputs(rows)
+        inputs, prompt_rows, pooled_rows = self._batch.inputs(rows)
         assert self._model is not None, "the engine makes no step without weights"
         outputs = self._backend.run(self._model, inputs)
         self._batch.advance(rows)
+        for pooled in pooled_rows:
+            self._pool(pooled, outputs.hidden_UD, result)
         logits, best, finite = outputs.logits_RV, outputs.best_R.tolist(), outputs.finite_R.tolist()
         if not best:
             return
@@ -146,6 +151,19 @@ class ModelRunner:
             if num_top is not None:
                 each = slice(row, row + 1)
                 result.logprobs[slot] = logprobs.score(logits[each], np.array(token_ids[each]), num_top)
+
+    def _pool(self, pooled: PooledRows, hidden_UD: np.ndarray | None, result: StepResult) -> None:
+        pooler = self._batch.state(pooled.slot).pooler
+        assert pooler is not None, "the batch has named it"
+        assert hidden_UD is not None, "the backend was asked for it"
+        pooler.add(hidden_UD[pooled.first_row : pooled.first_row + pooled.num_rows])
+        if not pooled.is_last:
+            return
+        vector = pooler.vector()
+        if np.isfinite(vector).all():
+            result.embeddings[pooled.slot] = vector.tobytes()
+        else:
+            result.errors[pooled.slot] = NOT_FINITE_STATES
 
     def _score_prompt(self, prompt: PromptRows, logits: np.ndarray, finite: list[bool], result: StepResult) -> None:
         slot, num_rows = prompt.slot, prompt.num_rows

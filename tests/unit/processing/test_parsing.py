@@ -9,13 +9,14 @@ import tokenizers
 
 from headrace.client.base import Delta
 from headrace.config.options import ParsingConfig
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, InvalidRequest
 from headrace.processing.chat_template import ChatTemplate
 from headrace.processing.outputs import ChoiceAssembler, TextDelta
 from headrace.processing.parsing import Parsing, load_parsing
+from headrace.processing.pieces import byte_alphabet
 from headrace.processing.tokenizer import Tokenizer
 from headrace.testing.bytes import byte_tokenizer
-from headrace.types import FinishReason, SamplingParams
+from headrace.types import FinishReason, GrammarSpec, SamplingParams, ThinkingBudget
 
 TOOLS = [{"type": "function", "function": {"name": "f"}}, {"function": 3}, "odd"]
 
@@ -101,7 +102,7 @@ def test_auto_reads_the_template() -> None:
     assert reply is not None
     assert reply.reasoning is not None
     assert reply.tool_parser() is not None
-    assert reply.tool_names == {"f"}
+    assert reply.offered == {"f": None}
 
 
 @pytest.mark.parametrize("option", ["reasoning_parser", "tool_parser"])
@@ -190,3 +191,44 @@ def test_special_tokens_that_are_markers_are_seen_and_others_not(scheme: str) ->
     assert "".join(delta.text for delta in deltas).strip() == "b"
     assert assembler.num_reasoning_tokens == 2
     assert [token_id for delta in deltas for token_id in delta.token_ids] == [0, 3, 2, 1, 4, 2]
+
+
+def test_a_budget_of_thoughts_is_the_markers_ids() -> None:
+    parsing = load(reasoning_parser="think")
+    close_ids = tuple(b"</think>")
+    budget = parsing.thinking_budget(parsing.of_request("Hi <think>\n"), 5, "f")
+    assert budget == ThinkingBudget(True, tuple(b"<think>"), close_ids, 5)
+    budget = parsing.thinking_budget(parsing.of_request("Hi"), 0, "f")
+    assert budget is not None
+    assert (budget.is_open, budget.max_tokens) == (False, 0)
+    assert parsing.thinking_budget(parsing.of_request("<think></think>"), 5, "f") is None
+
+
+def test_what_has_no_markers_that_are_tokens_has_no_budget(tmp_path: Path) -> None:
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(PLUGIN)
+    for parsing in (load(), load(plugin=(str(plugin),), reasoning_parser="shouting")):
+        with pytest.raises(InvalidRequest, match="--reasoning-parser") as caught:
+            parsing.thinking_budget(parsing.of_request("x"), 5, "reasoning_max_tokens")
+        assert caught.value.param == "reasoning_max_tokens"
+    # A vocabulary in which the marker's last character may be one token with what follows it.
+    vocabulary = {**byte_alphabet(), ">Ċ": 256}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[(">", "Ċ")]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    parsing = load_parsing(ParsingConfig(reasoning_parser="think"), Tokenizer(backend))
+    with pytest.raises(InvalidRequest, match="<think> is not made of tokens of its own"):
+        parsing.thinking_budget(parsing.of_request("x"), 5, "f")
+    backend.add_special_tokens(["<think>", "</think>"])
+    parsing = load_parsing(ParsingConfig(reasoning_parser="think"), Tokenizer(backend))
+    budget = parsing.thinking_budget(parsing.of_request("x"), 5, "f")
+    assert budget == ThinkingBudget(False, (257,), (258,), 5)
+
+
+@pytest.mark.parametrize("name", ["deepseek_r1", "ernie_x1", "gemma4", "shouting"])
+def test_a_form_binds_the_answer_where_thoughts_have_markers(name: str, tmp_path: Path) -> None:
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(PLUGIN)
+    reply = load(plugin=(str(plugin),), reasoning_parser=name).of_request("x")
+    assert reply is not None
+    kind = reply.answer_form(GrammarSpec("regex", "a")).kind
+    assert kind == ("regex" if name == "shouting" else "after_thoughts")

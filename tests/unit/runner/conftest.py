@@ -20,6 +20,7 @@ from headrace.types import LogprobRows, SamplingParams
 VOCAB_SIZE = 61
 POISON = 60  # a history that holds this token has logits that are not finite
 BLOCK_SIZE = 4
+HIDDEN_SIZE = 50
 
 
 def history_logits(history: np.ndarray) -> np.ndarray:
@@ -57,7 +58,15 @@ class HistoryBackend:
         owner = np.searchsorted(inputs.query_starts, inputs.logit_rows_R, side="right") - 1
         rows = [self._history(inputs, int(s), int(t)) for s, t in zip(owner, inputs.logit_rows_R, strict=True)]
         logits = np.array([history_logits(row) for row in rows], np.float32).reshape(-1, VOCAB_SIZE)
-        return StepOutputs(logits, logits.argmax(axis=1), np.isfinite(logits).all(axis=1))
+        return StepOutputs(logits, logits.argmax(axis=1), np.isfinite(logits).all(axis=1), self._hidden(inputs))
+
+    def _hidden(self, inputs: StepInputs) -> np.ndarray | None:
+        """The first numbers of the logits."""
+        if inputs.hidden_rows_U is None:
+            return None
+        owner = np.searchsorted(inputs.query_starts, inputs.hidden_rows_U, side="right") - 1
+        rows = [self._history(inputs, int(s), int(t)) for s, t in zip(owner, inputs.hidden_rows_U, strict=True)]
+        return np.array([history_logits(row)[:HIDDEN_SIZE] for row in rows])
 
     def _history(self, inputs: StepInputs, sequence: int, row: int) -> np.ndarray:
         position = int(inputs.positions_T[row])
@@ -82,6 +91,7 @@ class Running:
     prompt_logprobs: LogprobRows | None = None
     error: str | None = None
     is_entered: bool = False
+    embedding: bytes | None = None
 
     @property
     def output(self) -> list[int]:
@@ -153,7 +163,9 @@ class Driver:
         self.num_steps, self._released = self.num_steps + 1, []
         result = self.runner.execute(plan)
         assert result.slots == [
-            s.slot for s, sampled in zip(scheduled, samples, strict=True) if sampled and s.slot not in result.errors
+            s.slot
+            for s, sampled in zip(scheduled, samples, strict=True)
+            if sampled and s.slot not in result.errors and s.params.pooling is None
         ]
         self._take(result, {s.slot: s for s in scheduled})
         return result
@@ -179,6 +191,9 @@ class Driver:
         for slot, rows in result.prompt_logprobs.items():
             old = by_slot[slot].prompt_logprobs
             by_slot[slot].prompt_logprobs = rows if old is None else old + rows
+        for slot, embedding in result.embeddings.items():
+            assert by_slot[slot].embedding is None, "it comes once"
+            by_slot[slot].embedding = embedding
         for slot, message in result.errors.items():
             by_slot[slot].error = message
 

@@ -36,7 +36,7 @@ def plan(slots: list[int], counts: list[int], samples: list[bool], **changes: An
 def run(batch: PersistentBatch, step: StepPlan, sampled: dict[int, int]) -> Any:
     batch.apply(step)
     rows = batch.rows(step)
-    inputs, _ = batch.inputs(rows)
+    inputs, _, _ = batch.inputs(rows)
     batch.advance(rows)
     batch.append(list(sampled), list(sampled.values()))
     return inputs

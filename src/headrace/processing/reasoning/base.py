@@ -62,7 +62,8 @@ class ReasoningParser(Protocol):
 
 
 class ReasoningParserType(Protocol):
-    """What makes the parsers of one style: a class, most often."""
+    """What makes the parsers of one style: a class, most often. It may have `tags`, the texts that open and close the
+    thoughts: without them a form binds the thoughts too, and they cannot be given a budget."""
 
     @property
     def markers(self) -> tuple[str, ...]:

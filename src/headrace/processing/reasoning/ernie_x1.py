@@ -14,6 +14,7 @@ RESPONSE, RESPONSE_END = "<response>", "</response>"
 class ErnieX1Parser:
     """Thinks from the start, as the template opens the thoughts."""
 
+    tags: ClassVar[tuple[str, str]] = (OPENER, CLOSER)
     markers: ClassVar[tuple[str, ...]] = (OPENER, CLOSER, RESPONSE, RESPONSE_END)
 
     def __init__(self, opening: Opening) -> None:

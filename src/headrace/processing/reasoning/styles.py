@@ -21,8 +21,12 @@ class TagStyle:
     switch: str | None = None  # the template variable that switches thoughts off
 
     @property
+    def tags(self) -> tuple[str, str]:
+        return self.opener, self.closer
+
+    @property
     def markers(self) -> tuple[str, ...]:
-        return (self.opener, self.closer)
+        return self.tags
 
     def __call__(self, opening: Opening) -> ReasoningParser:
         if self.switch is not None and opening.template_kwargs.get(self.switch) is False:

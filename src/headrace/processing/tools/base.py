@@ -6,19 +6,21 @@ parsers are built on `reader.py`.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclass(slots=True)
 class ToolCallDelta:
-    """What is new of one call. The first delta of a call brings id and name, the only ones with them."""
+    """What is new of one call. The first delta of a call brings id and name, the only ones with them, and where in the
+    content it stands: behind that many characters of it, or None for all that has come."""
 
     index: int
     id: str | None = None
     name: str | None = None
     arguments: str = ""
+    position: int | None = None
 
 
 @dataclass(slots=True)
@@ -49,6 +51,6 @@ class ToolParserType(Protocol):
         """Texts that a parser must see even where they are special tokens, which are otherwise left out."""
         ...
 
-    def __call__(self, tool_names: Set[str]) -> ToolParser:
-        """`tool_names`: the functions that the request offers."""
+    def __call__(self, tools: Mapping[str, Any], /) -> ToolParser:
+        """`tools`: the functions that the request offers, with the schemas of their parameters."""
         ...

@@ -7,14 +7,14 @@ opened when its name is known and its arguments have begun, so that what turns o
 from __future__ import annotations
 
 import json
-from collections.abc import Set
+from collections.abc import Collection
 
 from headrace.processing.tools.reader import Malformed, Reader, Steps
 
 ARGUMENTS = ("arguments", "parameters")
 
 
-def read_call(reader: Reader, *, known: Set[str] | None = None) -> Steps[None]:
+def read_call(reader: Reader, *, known: Collection[str] | None = None) -> Steps[None]:
     """Reads one object and passes it on. Raises Malformed. `known`: only a call of one of these is one, and the object
     must begin like a call."""
     reader.begin()

@@ -7,7 +7,7 @@ and `<｜tool▁call▁end｜>`; V3.1 writes the name in the place of `function`
 from __future__ import annotations
 
 import re
-from collections.abc import Set
+from collections.abc import Collection
 from typing import ClassVar
 
 from headrace.processing.tools.reader import Malformed, Reader, Steps
@@ -24,7 +24,7 @@ class DeepSeekV3Parser:
 
     markers: ClassVar[tuple[str, ...]] = (CALLS, CALLS_END, CALL, CALL_END, SEPARATOR)
 
-    def __init__(self, tool_names: Set[str]) -> None:
+    def __init__(self, tool_names: Collection[str]) -> None:
         reader = Reader(self._read)
         self.feed, self.finish = reader.feed, reader.finish
 

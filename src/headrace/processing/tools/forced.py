@@ -7,16 +7,19 @@ marker is a special token, the token itself is meant (`lark.py`).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headrace.errors import InvalidRequest
 from headrace.processing.checks import refusal, shown
-from headrace.processing.tools import hermes, llama3, mistral
+from headrace.processing.tools import deepseek_v3, hermes, llama3, mistral, pythonic
 from headrace.processing.tools.base import ToolParserType
 from headrace.types import GrammarSpec
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+UNSPLIT = ("$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties")
+"""Keywords that say something of all arguments together."""
 
 
 def tool_choice_grammar(
@@ -71,17 +74,69 @@ def _chosen(choice: Any) -> Any:
 def _hermes(functions: Mapping[str, Any]) -> dict[str, Any]:
     calls = [[_head(name, "arguments"), {"schema": schema}, "}"] for name, schema in functions.items()]
     start, end = [{"marker": hermes.START}, "\n"], ["\n", {"marker": hermes.END}]
-    return {"before": [], "calls": [[*start, *call, *end] for call in calls], "more": "\n", "after": []}
+    return {"before": [], "calls": [[*start, *call, *end] for call in calls], "more": ["\n"], "after": []}
 
 
 def _llama3(functions: Mapping[str, Any]) -> dict[str, Any]:
     calls = [[_head(name, "parameters"), {"schema": schema}, "}"] for name, schema in functions.items()]
-    return {"before": [], "calls": calls, "more": "; ", "after": []}
+    return {"before": [], "calls": calls, "more": ["; "], "after": []}
 
 
 def _mistral(functions: Mapping[str, Any]) -> dict[str, Any]:
     calls = [[_head(name, "arguments"), {"schema": schema}, "}"] for name, schema in functions.items()]
-    return {"before": [{"marker": mistral.START}, "["], "calls": calls, "more": ", ", "after": ["]"]}
+    return {"before": [{"marker": mistral.START}, "["], "calls": calls, "more": [", "], "after": ["]"]}
+
+
+def _deepseek_v3(functions: Mapping[str, Any]) -> dict[str, Any]:
+    """In V3's form and in V3.1's: the model knows which is its own."""
+    begin, middle, end = ({"marker": text} for text in (deepseek_v3.CALL, deepseek_v3.SEPARATOR, deepseek_v3.CALL_END))
+    calls: list[list[Any]] = []
+    for name, schema in functions.items():
+        calls.append([begin, "function", middle, f"{name}\n```json\n", {"schema": schema}, "\n```", end])
+        calls.append([begin, name, middle, {"schema": schema}, end])
+    before, after = [{"marker": deepseek_v3.CALLS}], [{"marker": deepseek_v3.CALLS_END}]
+    return {"before": before, "calls": calls, "more": [{"maybe": "\n"}], "after": after}
+
+
+def _pythonic(functions: Mapping[str, Any]) -> dict[str, Any]:
+    """Each argument is JSON, which is Python as far as the parser is concerned."""
+    calls: list[list[Any]] = []
+    rules: dict[str, Any] = {}
+    for number, (name, schema) in enumerate(functions.items()):
+        own = _keyword_rules(f"f{number}", name, schema)
+        rules |= own
+        calls.append([f"{name}(", *([{"rule": next(iter(own))}] if own else []), ")"])
+    return {"before": ["["], "calls": calls, "more": [", "], "after": ["]"], "rules": rules}
+
+
+def _keyword_rules(prefix: str, name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """`a=1, b="x"` as rules, the first of which stands for all. Of each argument there is a rule for where none has
+    come before it, and one for where a comma is due."""
+    properties = schema.get("properties") or {}
+    keys = list(properties)
+    broken = [key for key in UNSPLIT if key in schema]
+    if broken or not re.fullmatch(r"[.\w]+", name) or not all(key.isidentifier() for key in keys):
+        raise InvalidRequest(
+            f"Calls of {shown(name)} cannot be forced: the served model writes them in Python, so a function and its "
+            f"parameters must have Python's names, and parameters no {', '.join(UNSPLIT)} beside properties.",
+            param="tools",
+            code="unsupported_field",
+        )
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    required = set(schema.get("required") or ())
+    rules: dict[str, Any] = {}
+    for index, key in enumerate(keys):
+        own = properties[key]
+        value = {"schema": {**own, **shared} if isinstance(own, Mapping) else own}
+        is_last = index == len(keys) - 1
+        is_optional = key not in required
+        for label, comma in (("a", ""), ("b", ", ")):
+            later = [] if is_last else [{"rule": f"{prefix}_b{index + 1}"}]
+            either = [[f"{comma}{key}=", value, *later]]
+            if is_optional and not is_last:
+                either.append([{"rule": f"{prefix}_{label}{index + 1}"}])
+            rules[f"{prefix}_{label}{index}"] = {"either": either, "is_optional": is_optional and is_last}
+    return rules
 
 
 def _head(name: str, arguments: str) -> str:
@@ -92,4 +147,6 @@ _FORMS: dict[ToolParserType | None, Callable[[Mapping[str, Any]], dict[str, Any]
     hermes.HermesParser: _hermes,
     llama3.Llama3Parser: _llama3,
     mistral.MistralParser: _mistral,
+    pythonic.PythonicParser: _pythonic,
+    deepseek_v3.DeepSeekV3Parser: _deepseek_v3,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Collection
 from typing import ClassVar
 
 from headrace.processing.tools.call import read_call
@@ -16,7 +16,7 @@ class HermesParser:
 
     markers: ClassVar[tuple[str, ...]] = (START, END)
 
-    def __init__(self, tool_names: Set[str]) -> None:
+    def __init__(self, tool_names: Collection[str]) -> None:
         reader = Reader(self._read)
         self.feed, self.finish = reader.feed, reader.finish
 

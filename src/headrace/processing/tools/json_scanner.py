@@ -64,6 +64,20 @@ class JsonScanner:
                 position += 1
         return position
 
+    def rest(self) -> str:
+        """What would make the value whole from here."""
+        state, text = self._state, ""
+        if state in (_State.STRING, _State.ESCAPE, _State.HEX):
+            escape = "\\" if state is _State.ESCAPE else "0" * (4 - self._num_hex) if state is _State.HEX else ""
+            state, text = (_State.COLON if self._is_key else _State.MORE_OR_END), escape + '"'
+        elif state is _State.KEY:
+            state, text = _State.COLON, '""'
+        if state is _State.COLON:
+            text += ":"
+        if state in (_State.COLON, _State.VALUE, _State.WORD):
+            text += "null"
+        return text + "".join(reversed(self._open))
+
     def _word(self, word: str) -> None:
         if _SCALAR.fullmatch(word):
             self._end_value()
@@ -130,3 +144,12 @@ class JsonScanner:
     def _end_value(self) -> None:
         self.is_done = not self._open
         self._state = _State.MORE_OR_END if self._open else _State.DONE
+
+
+def completion(text: str) -> str:
+    """What must follow the beginning of a JSON value, whose last word is whole, so that it is one."""
+    scanner = JsonScanner()
+    position = scanner.scan(text, 0)
+    if position < len(text):
+        scanner.scan(text + " ", position)
+    return scanner.rest()

@@ -6,7 +6,7 @@ names a function of the request counts.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Collection
 from typing import ClassVar
 
 from headrace.processing.tools.call import read_call
@@ -20,7 +20,7 @@ class Llama3Parser:
 
     markers: ClassVar[tuple[str, ...]] = (TAG,)
 
-    def __init__(self, tool_names: Set[str]) -> None:
+    def __init__(self, tool_names: Collection[str]) -> None:
         self._tool_names = tool_names
         reader = Reader(self._read)
         self.feed, self.finish = reader.feed, reader.finish
@@ -32,7 +32,7 @@ class Llama3Parser:
         while (yield from reader.content_until(TAG)):
             yield from self._calls(reader, None)
 
-    def _calls(self, reader: Reader, known: Set[str] | None) -> Steps[None]:
+    def _calls(self, reader: Reader, known: Collection[str] | None) -> Steps[None]:
         try:
             yield from read_call(reader, known=known)
             while (yield from reader.peek_past_space()) in (";", "{"):

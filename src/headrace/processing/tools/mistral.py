@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from collections.abc import Set
+from collections.abc import Collection
 from typing import ClassVar
 
 from headrace.processing.tools.call import read_call
@@ -25,7 +25,7 @@ class MistralParser:
 
     markers: ClassVar[tuple[str, ...]] = (START, CALL_ID, ARGS)
 
-    def __init__(self, tool_names: Set[str]) -> None:
+    def __init__(self, tool_names: Collection[str]) -> None:
         reader = Reader(self._read, mistral_id)
         self.feed, self.finish = reader.feed, reader.finish
 

@@ -10,7 +10,7 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Set
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 from headrace.processing.tools.reader import Malformed, Reader, Steps
@@ -29,7 +29,7 @@ class PythonicParser:
 
     markers: ClassVar[tuple[str, ...]] = (START, END)
 
-    def __init__(self, tool_names: Set[str]) -> None:
+    def __init__(self, tool_names: Collection[str]) -> None:
         self._tool_names = tool_names
         reader = Reader(self._read)
         self.feed, self.finish = reader.feed, reader.finish

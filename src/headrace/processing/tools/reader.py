@@ -11,6 +11,7 @@ content:
 
 from __future__ import annotations
 
+import json
 import re
 import uuid
 from collections.abc import Callable, Generator
@@ -32,6 +33,10 @@ def call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
+def _in_quotes(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
 class Reader:
     """The text of one choice. White space around calls is dropped."""
 
@@ -47,6 +52,7 @@ class Reader:
         self._space: list[str] = []  # white space that a call may follow
         self._is_after_call = False
         self._num_calls = 0
+        self._num_said = 0  # characters of content
         self.is_in_call = False
         """Whether a call has been opened since `begin`."""
 
@@ -93,7 +99,7 @@ class Reader:
     def open_call(self, name: str, id: str | None = None) -> None:
         """A call begins; what is held is part of it."""
         self.accept()
-        self._calls.append(ToolCallDelta(self._num_calls, id or self._new_id(), name))
+        self._calls.append(ToolCallDelta(self._num_calls, id or self._new_id(), name, "", self._num_said))
         self._num_calls += 1
         self._space, self._is_after_call, self.is_in_call = [], True, True
 
@@ -107,8 +113,10 @@ class Reader:
                 self._calls.append(ToolCallDelta(index, arguments=text))
 
     def recover(self, end: str) -> Steps[None]:
-        """After Malformed: an end marker that closes an open call all the same is dropped, all else is content."""
-        if self.is_in_call and (yield from self.take_end(end)):
+        """After Malformed: an end marker that closes an open call all the same is dropped, and what the end of the text
+        has cut; all else is content."""
+        is_cut = self._is_last and self._pos == len(self._text)
+        if self.is_in_call and (is_cut or (yield from self.take_end(end))):
             self.accept()
         else:
             self.reject()
@@ -116,7 +124,9 @@ class Reader:
     def _say(self, text: str) -> None:
         shown = text.rstrip(SPACE)
         if shown:
-            self._content += [*self._space, shown.lstrip(SPACE) if self._is_after_call else shown]
+            said = "".join(self._space) + (shown.lstrip(SPACE) if self._is_after_call else shown)
+            self._content.append(said)
+            self._num_said += len(said)
             self._space, self._is_after_call = [], False
         if len(shown) < len(text) and not self._is_after_call:
             self._space.append(text[len(shown) :])
@@ -186,6 +196,32 @@ class Reader:
             yield
         text, self._pos = self._text[self._pos : end], end
         return text
+
+    def text_until(self, marker: str, border: str = "") -> Steps[str]:
+        """Reads the text up to the marker, without a border before that, and the marker; stays held."""
+        while (end := self._text.find(marker, self._pos)) < 0:
+            if self._is_last:
+                self._pos = len(self._text)
+                raise Malformed
+            yield
+        text, self._pos = self._text[self._pos : end], end + len(marker)
+        return text.removesuffix(border)
+
+    def string_until(self, marker: str, border: str = "") -> Steps[None]:
+        """Passes the same text on as a JSON string, a part of the open call's arguments, while it comes."""
+        self.add_arguments('"')
+        self.accept()
+        while (end := self._text.find(marker)) < 0:
+            self._pos = min(start_of_marker(self._text, each) for each in (marker, border + marker))
+            self.add_arguments(_in_quotes(self._text[: self._pos]))
+            self.accept()
+            if self._is_last:
+                self._pos = len(self._text)
+                raise Malformed
+            yield
+        self.add_arguments(_in_quotes(self._text[:end].removesuffix(border)) + '"')
+        self._pos = end + len(marker)
+        self.accept()
 
     def json_value(self) -> Steps[str]:
         """The text of the JSON value that comes next; stays held."""
