@@ -1,4 +1,4 @@
-"""`headrace ctl`: control operations of a running server: pause, sleep, new weights, and what it is at.
+"""`headrace ctl`: control operations of a running server: pause, drain, sleep, new weights, and what it is at.
 
 Exit codes: 0 the operation succeeded, 1 it failed or was refused, 2 wrong usage. With `--json` the server's reply is
 printed as it came, whatever it says.
@@ -7,20 +7,20 @@ printed as it came, whatever it says.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from headrace.cli.control_client import ControlClient, Json
+from headrace.cli.ctl_experts import add_experts
 from headrace.cli.ctl_output import (
     Bar,
     error_text,
     list_lines,
     operation_lines,
+    print_reply,
     progress_bar,
     status_lines,
 )
@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     operations.add_argument("id", nargs="?", metavar="ID", help="that one alone")
     cancel = _add(actions, "cancel", _cancel, "end a running operation")
     cancel.add_argument("id", nargs="?", metavar="ID", help="(default: the one that runs)")
+    add_experts(actions, _add)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,6 +73,9 @@ def _add_pause_and_sleep(actions: Subparsers) -> None:
     pause = _add(actions, "pause", _simple, "stop generating; new requests wait")
     pause.add_argument("--clear-cache", action="store_true", default=None, help="forget cached prefixes too")
     _add(actions, "resume", _simple, "end a pause")
+    drain = _add(actions, "drain", _simple, "refuse new requests and wait for those that are there")
+    drain.add_argument("--timeout", type=float, dest="timeout_s", metavar="X", help="seconds (default: 600)")
+    _add(actions, "undrain", _simple, "take requests again")
     sleep = _add(actions, "sleep", _simple, "give back the memory of weights and KV")
     wake = _add(actions, "wake", _simple, "take it again")
     for parser in (pause, sleep):
@@ -118,17 +122,17 @@ def _abort(client: ControlClient, args: argparse.Namespace) -> int:
 
 def _status(client: ControlClient, args: argparse.Namespace) -> int:
     status = client.get("/status")
-    _print(args, status, status_lines(status))
+    print_reply(args, status, status_lines(status))
     return 0
 
 
 def _operations(client: ControlClient, args: argparse.Namespace) -> int:
     if args.id is None:
         reply = client.get("/operations")
-        _print(args, reply, list_lines(reply["operations"]))
+        print_reply(args, reply, list_lines(reply["operations"]))
     else:
         reply = client.get(f"/operations/{_quoted(args.id)}")
-        _print(args, reply, list_lines([reply]))
+        print_reply(args, reply, list_lines([reply]))
     return 0
 
 
@@ -140,7 +144,7 @@ def _cancel(client: ControlClient, args: argparse.Namespace) -> int:
             raise StartupError("no operation is running")
         name = running["id"]
     operation = client.post(f"/operations/{_quoted(name)}/cancel", {})  # as it is now, ended in any case
-    _print(args, operation, operation_lines(operation))
+    print_reply(args, operation, operation_lines(operation))
     return 0
 
 
@@ -202,13 +206,9 @@ def _given(args: argparse.Namespace, *names: str) -> Json:
 
 def _report(args: argparse.Namespace, operation: Json) -> int:
     if operation["state"] == "succeeded" or args.json:
-        _print(args, operation, operation_lines(operation))
+        print_reply(args, operation, operation_lines(operation))
         return 0 if operation["state"] == "succeeded" else 1
     raise StartupError(f"{operation['kind']} {operation['state']}: {error_text(operation)}")
-
-
-def _print(args: argparse.Namespace, reply: Json, lines: Iterable[str]) -> None:
-    print(json.dumps(reply, indent=2) if args.json else "\n".join(lines))
 
 
 def _quoted(name: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +46,18 @@ def progress_bar(name: str) -> Iterator[Bar]:
         yield Bar(progress, name)
 
 
+def print_reply(args: argparse.Namespace, reply: Json, lines: Iterable[str]) -> None:
+    print(json.dumps(reply, indent=2) if args.json else "\n".join(lines))
+
+
+def table_lines(rows: Sequence[Sequence[str]], alignment: str) -> Iterator[str]:
+    """`alignment`: l or r for each column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = zip(row, widths, alignment, strict=True)
+        yield "  ".join(cell.rjust(width) if side == "r" else cell.ljust(width) for cell, width, side in cells).rstrip()
+
+
 def operation_lines(operation: Json) -> Iterator[str]:
     """What was done and how long it took, then a line per rank."""
     yield f"{operation['kind']}: {operation['state']}{_duration(operation)}"
@@ -75,6 +89,8 @@ def status_lines(status: Json) -> Iterator[str]:
     }
     if status.get("is_paused"):
         rows["paused"] = f"yes, mode {status.get('pause_mode')}"
+    if status.get("is_draining"):
+        rows["draining"] = "yes"
     if status.get("asleep"):
         rows["asleep"] = ", ".join(status["asleep"])
     if refresh := status.get("refresh"):

@@ -25,6 +25,7 @@ COMMANDS = {
     "ctl": ("headrace.cli.ctl", "pause, refresh, put to sleep and ask a running server"),
     "pull": ("headrace.cli.pull", "fetch a model into the cache"),
     "bench": ("headrace.cli.bench", "measure a server, or the engine alone"),
+    "experts": ("headrace.cli.experts", "simulate the balancing of experts, draw their load"),
     "doctor": ("headrace.cli.doctor", "what this machine has and what Headrace would use"),
     "version": ("headrace.cli.version", "print the version"),
 }

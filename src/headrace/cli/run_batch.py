@@ -1,7 +1,8 @@
 """`headrace run-batch`: answers a file of requests in OpenAI's batch format; the model runs here or behind `--url`.
 
-Results are appended as they come. The same command once more goes on where a run was broken off. Exit codes: 0 every
-line has a good answer, 1 some have failed or the run could not go on, 2 wrong usage.
+Results are appended as they come. The same command once more goes on where a run was broken off; with --retry-failed it
+also asks again what has ended in an error. Exit codes: 0 every line has a good answer, 1 some have failed or the run
+could not go on, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -61,6 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="results; what it has already is not asked again; -: stdout",
     )
+    batch.add_argument(
+        "--retry-failed",
+        action="store_true",
+        help="ask again what the output has as an error; those lines are taken out of it first",
+    )
     batch.add_argument("--concurrency", type=int, metavar="N", help="requests at once (default: what fills the batch)")
     batch.add_argument(
         "--retries",
@@ -78,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     _check(args)
     lines = InputLines(args.input)
-    with OutputLines(args.output) as output:
+    with OutputLines(args.output, drop_failed=args.retry_failed) as output:
         target = _choose_target(args)
         with _progress(output, lines.num_lines) as on_line:
             asyncio.run(_answer(lines, output, target, args, on_line))

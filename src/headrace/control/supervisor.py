@@ -61,7 +61,9 @@ def serve(config: ServeConfig, model_path: Path | None) -> int:
         )
         launch_path = runtime_dir / "launch.json"
         launch.write(launch_path)
-        board = StatusBoard.create(launch.board_path, len(listeners))
+        board = StatusBoard.create(
+            launch.board_path, len(listeners), launch.config.engine.parallel.tensor_parallel_size
+        )
         front_ends = FrontEnds(launch_path, board, listeners)
         return Supervisor(launch, launch_path, board, front_ends, wakeup, url_of(listeners[0]), started_s).run()
 

@@ -34,6 +34,11 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "prompt_tokens": ("Prompt tokens of accepted requests", "num_prompt_tokens"),
     "generation_tokens": ("Generated tokens", "num_generated_tokens"),
 }
+EXPERT_COUNTERS: dict[str, tuple[str, str]] = {
+    "expert_rebalances": ("Changes of the expert map that are in force or were", "num_expert_rebalances"),
+    "expert_rebalance_failures": ("Changes of the expert map that failed", "num_expert_failures"),
+    "expert_moved_bytes": ("Bytes of experts that were moved between ranks", "num_expert_bytes"),
+}
 """Name: documentation, and the field of EngineNumbers."""
 
 
@@ -67,6 +72,14 @@ class EngineNumbers(Protocol):
     @property
     def refresh_seconds(self) -> Mapping[str, tuple[int, float]]: ...
     @property
+    def expert_balance(self) -> Mapping[str, float]: ...
+    @property
+    def num_expert_rebalances(self) -> int: ...
+    @property
+    def num_expert_failures(self) -> int: ...
+    @property
+    def num_expert_bytes(self) -> int: ...
+    @property
     def weights_version(self) -> str: ...
     @property
     def weights_state(self) -> str: ...
@@ -78,10 +91,17 @@ def collect_engine(status: EngineNumbers, labels: Mapping[str, str]) -> Iterable
         gauge = GaugeMetricFamily(PREFIX + name, documentation, labels=names)
         gauge.add_metric(values, getattr(status, field))
         yield gauge
-    for name, (documentation, field) in COUNTERS.items():
+    counters = {**COUNTERS, **(EXPERT_COUNTERS if status.expert_balance else {})}
+    for name, (documentation, field) in counters.items():
         counter = CounterMetricFamily(PREFIX + name, documentation, labels=names)
         counter.add_metric(values, getattr(status, field))
         yield counter
+    if status.expert_balance:
+        documentation = "Mean over ranks / most of any rank of the tokens in experts, of layers; 1 is even"
+        balance = GaugeMetricFamily(PREFIX + "expert_balance", documentation, labels=[*names, "stat"])
+        for stat, value in status.expert_balance.items():
+            balance.add_metric([*values, stat], value)
+        yield balance
     steps = HistogramMetricFamily(PREFIX + "iteration_tokens_total", "Tokens that a step computed", labels=names)
     bounds, counts = zip(*status.step_buckets, strict=True)
     labelled = ["+Inf" if bound == float("inf") else str(float(bound)) for bound in bounds]

@@ -1,16 +1,15 @@
-"""What `/metrics` shows: engine counters read at scrape time, and what one front end has seen of its own requests.
+"""What `/metrics` shows of the whole server, whichever front end is asked.
 
-The HTTP layer calls the `count_*` and `observe_*` methods on its event loop; they are a dictionary or bisect step
-each and take no lock. Engine series come from the status board alone and are the same from every front end, so
-nothing adds up twice; a front end's own series carry the label `front_end`, and their sum over that label is the
-server's total.
+The HTTP layer calls the `count_*` and `observe` methods on its event loop; they are a dictionary or bisect step each
+and take no lock. Each front end counts on a page of its own (totals.py); a scrape adds the pages up. Engine series come
+from the status board alone and are the same everywhere, so nothing adds up twice.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
@@ -19,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from headrace.observability.aliases import collect_aliases
 from headrace.observability.engine_series import PREFIX, EngineNumbers, collect_engine
+from headrace.observability.totals import Buckets, Page
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -76,26 +76,8 @@ EXPECTED = (
 """Label values that are shown from the start: a series that exists can be alerted on."""
 
 
-class Buckets:
-    """A histogram: one bisect per observation, which may stand for several equal ones."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float, weight: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += weight
-        self.total += value * weight
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        pairs, seen = [], 0
-        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
-            seen += count
-            pairs.append((bound, float(seen)))
-        return pairs
+PER_FRONT_END = frozenset({"event_loop_lag_seconds"})
+"""Histograms of a process, not of requests: one per front end, under the label `front_end`."""
 
 
 class Metrics(Collector):
@@ -107,17 +89,22 @@ class Metrics(Collector):
         engine: Callable[[], EngineNumbers],
         *,
         front_end: int = 0,
+        num_front_ends: int = 1,
+        directory: Path | None = None,
         aliases: Sequence[str] = (),
     ) -> None:
-        """`aliases`: servers under whose names the series are shown too."""
+        """`directory`: where the front ends of a server find one another's pages; None: this one is alone.
+        `aliases`: servers under whose names the series are shown too."""
         self._engine = engine
         self._aliases = tuple(dict.fromkeys(aliases))
-        self._engine_labels = {"model_name": model_name}
-        self._labels = {"model_name": model_name, "front_end": str(front_end)}
-        self._histograms = {name: Buckets(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
-        self._counters: dict[str, Counter[str]] = {name: Counter() for name in COUNTERS}
+        self._labels = {"model_name": model_name}
+        self._pages = {front_end: _page(None)}
+        if directory is not None:
+            self._pages = {index: _page(directory / f"metrics-{index}") for index in range(num_front_ends)}
+        own = self._pages[front_end]
+        self._histograms, self._counters = own.histograms, own.counters
         for name, value in EXPECTED:
-            self._counters[name][value] = 0
+            self._counters[name].add(value, 0)
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
@@ -129,14 +116,14 @@ class Metrics(Collector):
         self._histograms[name].observe(value)
 
     def count_finished(self, finished_reason: str) -> None:
-        self._counters["request_success"][finished_reason] += 1
+        self._counters["request_success"].add(finished_reason)
 
     def count_rejection(self, reason: str) -> None:
-        self._counters["admission_rejections"][reason] += 1
+        self._counters["admission_rejections"].add(reason)
 
     def count_aborts(self, reason: str, num_choices: int = 1) -> None:
         if num_choices:
-            self._counters["aborts"][reason] += num_choices
+            self._counters["aborts"].add(reason, num_choices)
 
     def render(self) -> bytes:
         """The text of a scrape."""
@@ -146,20 +133,39 @@ class Metrics(Collector):
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        families = [*collect_engine(self._engine(), self._engine_labels), *self._collect_own()]
+        families = [*collect_engine(self._engine(), self._labels), *self._collect_requests()]
         yield from families
         for server in self._aliases:
             yield from collect_aliases(server, families)
 
-    def _collect_own(self) -> Iterable[Metric]:
-        names = list(self._labels)
+    def _collect_requests(self) -> Iterable[Metric]:
+        names, values = list(self._labels), list(self._labels.values())
         for name, (documentation, label) in COUNTERS.items():
             family = CounterMetricFamily(PREFIX + name, documentation, labels=[*names, label])
-            for value, count in self._counters[name].items():
-                family.add_metric([*self._labels.values(), value], count)
+            totals: Counter[str] = Counter()
+            for page in self._pages.values():
+                for value, count in page.counters[name].items():
+                    totals[value] += int(count)
+            for value, total in totals.items():
+                family.add_metric([*values, value], total)
             yield family
-        for name, (documentation, _) in HISTOGRAMS.items():
-            buckets = self._histograms[name]
-            histogram = HistogramMetricFamily(PREFIX + name, documentation, labels=names)
-            histogram.add_metric(list(self._labels.values()), buckets.cumulative(), buckets.total)
+        for name, (documentation, bounds) in HISTOGRAMS.items():
+            if name in PER_FRONT_END:
+                histogram = HistogramMetricFamily(PREFIX + name, documentation, labels=[*names, "front_end"])
+                for index, page in self._pages.items():
+                    _add(histogram, [*values, str(index)], page.histograms[name])
+            else:
+                histogram = HistogramMetricFamily(PREFIX + name, documentation, labels=names)
+                summed = Buckets(bounds)
+                for page in self._pages.values():
+                    summed.add(page.histograms[name])
+                _add(histogram, values, summed)
             yield histogram
+
+
+def _page(path: Path | None) -> Page:
+    return Page({name: bounds for name, (_, bounds) in HISTOGRAMS.items()}, tuple(COUNTERS), path)
+
+
+def _add(family: HistogramMetricFamily, labels: list[str], buckets: Buckets) -> None:
+    family.add_metric(labels, buckets.cumulative(), buckets.total)

@@ -115,6 +115,8 @@ def ctl_main(server: Server, action: str, *words: str) -> int:
         (["pause", "--mode", "wait", "--timeout", "5", "--clear-cache"], "pause",
          {"mode": "wait", "timeout_s": 5.0, "clear_cache": True}),
         (["resume"], "resume", {}),
+        (["drain", "--timeout", "5"], "drain", {"timeout_s": 5.0}),
+        (["undrain"], "undrain", {}),
         (["sleep", "--tags", "weights", "kv_cache"], "sleep", {"tags": ["weights", "kv_cache"]}),
         (["wake", "--tags", "weights"], "wake", {"tags": ["weights"]}),
         (["checksum", "a", "b"], "checksum", {"names": ["a", "b"]}),

@@ -17,7 +17,7 @@ import pytest
 from headrace.cli import main as cli
 from headrace.cli import run_batch_work
 from headrace.cli.run_batch import BatchConfig
-from headrace.cli.run_batch_lines import BadLine, InputLines, Job, parse_lines, refusal, result_of
+from headrace.cli.run_batch_lines import BadLine, InputLines, Job, parse_lines, result_of
 from headrace.cli.run_batch_output import OutputLines
 from headrace.cli.run_batch_work import answer_all
 from headrace.config.options import ServeConfig
@@ -126,56 +126,6 @@ def test_any_reply_is_one_line(content: bytes, body: str, tmp_path: Path) -> Non
     assert line.endswith(f'"response":{{"status_code":200,"request_id":"r","body":{body}}},"error":null}}')
 
 
-# ---------------------------------------------------------------------- output
-
-
-JOB = Job(1, "a", "/v1/completions", b"{}")
-ANONYMOUS = BadLine(7, None, "invalid_json", "line 7: no JSON object")
-
-
-def test_an_output_knows_what_it_holds_and_loses_a_torn_end(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    with OutputLines(str(path)) as output:
-        assert not output.has(JOB)
-        output.write(result_of(JOB, 200, "r", b"{}"))
-        output.write(refusal(ANONYMOUS))
-        assert (output.num_done, output.num_failed) == (2, 1)
-    whole = path.read_bytes()
-    for torn in (b"", b"{", whole[:20], whole.splitlines()[0]):
-        path.write_bytes(whole + torn)
-        with OutputLines(str(path)) as output:
-            assert output.has(JOB)
-            assert output.has(ANONYMOUS)
-            assert not output.has(Job(1, "b", "", b""))
-            assert not output.has(BadLine(8, None, "", ""))
-            assert (output.num_done, output.num_failed) == (2, 1)
-            assert path.read_bytes() == whole
-            output.write(result_of(Job(2, "b", "", b""), 400, "r", b"{}"))
-            assert output.num_failed == 2
-        assert [line["custom_id"] for line in read(path)] == ["a", None, "b"]
-
-
-@pytest.mark.parametrize("content", [b"notes", b"notes\n", text(request())[0], b'{"id": "x"', b"\x00\x00\n", b"\xff\n"])
-def test_a_file_of_something_else_is_left_alone(content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "out"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match="line 1"):
-        OutputLines(str(path))
-    assert path.read_bytes() == content
-
-
-def test_one_run_at_a_time_writes_an_output(tmp_path: Path) -> None:
-    path = str(tmp_path / "out")
-    with OutputLines(path), pytest.raises(ConfigError, match="another run"):
-        OutputLines(path)
-    OutputLines(path).__exit__(None, None, None)
-
-
-def test_a_full_disk_is_one_line() -> None:
-    with OutputLines("/dev/full") as output, pytest.raises(StartupError, match="No space"):
-        output.write(refusal(ANONYMOUS))
-
-
 # ---------------------------------------------------------------------- work
 
 
@@ -189,13 +139,21 @@ class Run:
         self.path = path
         self.seen: asyncio.Queue[None] = asyncio.Queue()  # an item for each line that is done
 
-    async def __call__(self, lines: list[bytes], handler: Handler, concurrency: int = 4, retries: int = 2) -> None:
+    async def __call__(self, lines: list[bytes], handler: Handler, **options: Any) -> None:
         transport = httpx.MockTransport(handler)
         async with httpx.AsyncClient(transport=transport, base_url="http://batch") as http:
-            await self.over(http, lines, concurrency, retries)
+            await self.over(http, lines, **options)
 
-    async def over(self, http: httpx.AsyncClient, lines: list[bytes], concurrency: int = 4, retries: int = 2) -> None:
-        with OutputLines(str(self.path)) as output:
+    async def over(
+        self,
+        http: httpx.AsyncClient,
+        lines: list[bytes],
+        *,
+        concurrency: int = 4,
+        retries: int = 2,
+        drop_failed: bool = False,
+    ) -> None:
+        with OutputLines(str(self.path), drop_failed=drop_failed) as output:
             await answer_all(
                 parse_lines(lines),
                 output,
@@ -260,6 +218,25 @@ async def test_a_second_run_sends_what_has_no_line_yet(run: Run) -> None:
     await run(lines, handler)
     assert sorted(sent) == [0, 1, 2, 3, 4, 5]
     assert sorted(map(str, run.ids)) == ["None", *(f"r{n}" for n in range(6))]
+
+
+async def test_only_what_has_failed_is_sent_again(run: Run) -> None:
+    sent: list[int] = []
+    statuses = {1: 500, 2: 400}
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        sent.append(json.loads(request.content)["n"])
+        return httpx.Response(statuses.get(sent[-1], 200), json={})
+
+    lines = text(*(request(f"r{n}", body={"n": n}) for n in range(4)))
+    await run([*lines, b"bad\n"], handler)
+    sent.clear()
+    statuses.pop(1)
+    await run([*lines, *text(request("mended", body={"n": 4}))], handler, drop_failed=True)
+    assert sorted(sent) == [1, 2, 4]
+    codes = {line["custom_id"]: line["response"]["status_code"] for line in run.lines}
+    assert codes == {"r0": 200, "r1": 200, "r2": 400, "r3": 200, "mended": 200}
+    assert len(run.lines) == 5
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.client.base import EngineStatus
 from headrace.observability.aliases import ALIASES
-from headrace.observability.prometheus import COUNTERS, HISTOGRAMS, Buckets, Metrics
+from headrace.observability.prometheus import COUNTERS, HISTOGRAMS, Metrics
+from headrace.observability.totals import Buckets
 
 STATUS = EngineStatus(
     is_ready=True, num_running=2, num_waiting=3, num_free_blocks=16, num_blocks=64, num_preemptions=4,
@@ -52,18 +55,53 @@ def test_every_series_has_its_name() -> None:
     assert "_created" not in text
 
 
-def test_sums_over_front_ends_are_the_server_s() -> None:
-    """Engine series are the same everywhere and must not add up; a front end's own must."""
-    front_ends = [Metrics("m", lambda: STATUS, front_end=index) for index in range(4)]
+def test_any_front_end_answers_for_all_and_counts_the_engine_once(tmp_path: Path) -> None:
+    front_ends = [Metrics("m", lambda: STATUS, front_end=i, num_front_ends=4, directory=tmp_path) for i in range(4)]
     for index, metrics in enumerate(front_ends):
         for _ in range(10 * (index + 1)):
             metrics.count_finished("stop")
             metrics.observe("request_prompt_tokens", 5)
-    values = samples(*front_ends)
+        metrics.count_aborts(f"reason-{index}", 2)
+        metrics.observe("event_loop_lag_seconds", 0.1)
+    scrapes = [samples(metrics) for metrics in front_ends]
+    assert all(values == scrapes[0] for values in scrapes)
+    values = scrapes[0]
     assert total(values, "headrace:request_success_total") == 100
     assert total(values, "headrace:request_prompt_tokens_count") == 100
     assert total(values, "headrace:request_prompt_tokens_sum") == 500
     assert total(values, "headrace:prompt_tokens_total") == 700
+    assert total(values, "headrace:aborts_total") == 8
+    lags = {
+        dict(labels)["front_end"]: value
+        for (name, labels), value in values.items()
+        if name.endswith("lag_seconds_count")
+    }
+    assert lags == {"0": 1, "1": 1, "2": 1, "3": 1}
+    assert {name for (name, labels) in values if "front_end" in dict(labels)} == {
+        f"headrace:event_loop_lag_seconds_{part}" for part in ("bucket", "count", "sum")
+    }
+
+
+def test_a_restarted_front_end_goes_on_where_its_predecessor_ended(tmp_path: Path) -> None:
+    other = Metrics("m", lambda: STATUS, front_end=1, num_front_ends=2, directory=tmp_path)
+    for count in (1, 2, 3):
+        metrics = Metrics("m", lambda: STATUS, front_end=0, num_front_ends=2, directory=tmp_path)
+        metrics.count_finished("stop")
+        metrics.count_aborts("control", 2)
+        metrics.observe("request_params_n", 4)
+        values = samples(other)
+        assert total(values, "headrace:request_success_total") == count
+        assert total(values, "headrace:aborts_total") == 2 * count
+        assert total(values, "headrace:request_params_n_sum") == 4 * count
+
+
+def test_label_values_without_end_are_counted_together(tmp_path: Path) -> None:
+    metrics = [Metrics("m", lambda: STATUS, front_end=0, directory=tmp_path) for _ in range(2)]
+    for number in range(200):
+        metrics[number % 2].count_aborts(f"reason-{number % 100}" + "x" * number)
+    values = samples(metrics[0])
+    assert 20 < len([name for name, _ in values if name == "headrace:aborts_total"]) < 30
+    assert values["headrace:aborts_total", (("model_name", "m"), ("reason", "other"))] > 100
 
 
 def test_buckets_count_up_to_and_with_their_bound() -> None:
@@ -80,10 +118,28 @@ def test_reasons_are_labels() -> None:
     metrics.count_aborts("disconnect", 3)
     metrics.count_aborts("control", 0)
     values = samples(metrics)
-    labels = (("front_end", "0"), ("model_name", "m"))
-    assert values["headrace:admission_rejections_total", (*labels, ("reason", "queue_full"))] == 1
-    assert values["headrace:aborts_total", (*labels, ("reason", "disconnect"))] == 3
-    assert ("headrace:aborts_total", (*labels, ("reason", "control"))) not in values
+    model = ("model_name", "m")
+    assert values["headrace:admission_rejections_total", (model, ("reason", "queue_full"))] == 1
+    assert values["headrace:aborts_total", (model, ("reason", "disconnect"))] == 3
+    assert ("headrace:aborts_total", (model, ("reason", "control"))) not in values
+
+
+def test_experts_are_shown_where_there_are_any() -> None:
+    status = EngineStatus(
+        is_ready=True,
+        expert_balance_ppm=912_500,
+        worst_expert_balance_ppm=500_000,
+        num_expert_rebalances=2,
+        num_expert_failures=1,
+        num_expert_bytes=1 << 40,
+    )
+    values, model = samples(Metrics("m", lambda: status)), ("model_name", "m")
+    assert values["headrace:expert_balance", (model, ("stat", "mean"))] == 0.9125
+    assert values["headrace:expert_balance", (model, ("stat", "worst"))] == 0.5
+    assert values["headrace:expert_rebalances_total", (model,)] == 2
+    assert values["headrace:expert_rebalance_failures_total", (model,)] == 1
+    assert values["headrace:expert_moved_bytes_total", (model,)] == 1 << 40
+    assert not any("expert" in name for name, _ in samples(Metrics("m", lambda: STATUS)))
 
 
 def test_steps_and_refreshes() -> None:
@@ -132,5 +188,5 @@ def test_fastdeploy_counts_successes_alone() -> None:
     metrics = Metrics("m", lambda: STATUS, aliases=("fastdeploy",))
     for reason in ("stop", "stop", "length", "abort", "error"):
         metrics.count_finished(reason)
-    assert samples(metrics)["fastdeploy:request_success_total", (("front_end", "0"), ("model_name", "m"))] == 3
+    assert samples(metrics)["fastdeploy:request_success_total", (("model_name", "m"),)] == 3
     assert "vllm:" not in metrics.render().decode()
