@@ -10,7 +10,7 @@ NATIVE := $(shell find src/headrace/kernels/native -name CMakeLists.txt -o -path
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(shell test -t 2 || echo -qq)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-asan check fmt bench bench-peers docs clean
+.PHONY: help setup serve test test-asan check fmt bench bench-peers bench-frontend docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,8 +38,8 @@ check: .venv/test-installed ## lint, formatting, types, layers, budgets, generat
 fmt: .venv/test-installed ## format the code and fix what can be fixed
 	$(BIN)/ruff check --fix src tests tools bench && $(BIN)/ruff format src tests tools bench
 
-bench bench-peers: setup ## the README's figures; bench-peers PEERS=PYTHON measures llama.cpp beside them
-	@$(BIN)/python bench/figures.py $(if $(filter bench-peers,$@),--peers $(PEERS)) $(ARGS)
+bench bench-peers bench-frontend: setup ## the README's figures; -peers PEERS=PYTHON: llama.cpp too; -frontend: HTTP alone
+	@$(BIN)/python -m bench.$(if $(filter bench-frontend,$@),frontend,figures) $(if $(filter bench-peers,$@),--peers $(PEERS)) $(ARGS)
 
 docs: .venv/test-installed ## write the generated pages
 	$(BIN)/python tools/gen_options_docs.py

@@ -12,6 +12,7 @@
     │   ├── QueueFull           429  admission; Retry-After
     │   ├── InternalError       500  a bug of ours
     │   ├── Unavailable         503  starting, draining, asleep, engine dead; the reason is the code
+    │   │   └── Draining
     │   └── DeadlineExceeded    504
     └── StartupError            one line on stderr, exit code 1
         ├── ConfigError         an option that cannot work
@@ -106,6 +107,13 @@ class Unavailable(RequestError):
     """503. `code` is the reason: starting, draining, engine_dead, aborted, ..."""
 
     status, type, default_code = 503, "unavailable", "unavailable"
+
+
+class Draining(Unavailable):
+    """No new requests: the server is about to go, or its operator wants it idle."""
+
+    def __init__(self) -> None:
+        super().__init__("The server is draining and takes no new requests.", code="draining", retry_after_s=5)
 
 
 class DeadlineExceeded(RequestError):

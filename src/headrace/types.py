@@ -35,11 +35,24 @@ class FinishReason(IntEnum):
         return self.name.lower()
 
 
+POOLINGS = ("last", "mean")
+"""How the hidden states of a prompt become one vector: that of its last token, or the mean of all."""
+
+
 class GrammarSpec(msgspec.Struct, frozen=True, array_like=True):
     """What an output must match, whatever the request called it. `grammar/` compiles it."""
 
     kind: str  # json_schema, regex, lark or llguidance (several of them); others become one of these on their way in
     text: str
+
+
+class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
+    """How long an output may think before its answer. The markers of the thoughts are not counted."""
+
+    is_open: bool  # the prompt has opened the thoughts; else the output may, at its beginning
+    open_ids: tuple[int, ...]
+    close_ids: tuple[int, ...]  # not empty
+    max_tokens: int
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -71,6 +84,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     grammar: GrammarSpec | None = None  # what the output must match
+    thinking: ThinkingBudget | None = None
+    pooling: str | None = None  # last or mean: the prompt's vector is wanted, and no token
 
 
 class LogprobRows(msgspec.Struct, frozen=True, array_like=True, gc=False):

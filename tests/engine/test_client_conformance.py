@@ -12,7 +12,7 @@ import pytest
 
 from headrace.client.base import Delta, EngineClient, OutputStream
 from headrace.config.options import AdmissionConfig
-from headrace.errors import FailedRequest, InvalidRequest, QueueFull, Unavailable
+from headrace.errors import Draining, FailedRequest, InvalidRequest, QueueFull, Unavailable
 from headrace.testing.channel import KINDS, Rig, open_rig
 from headrace.types import FinishReason
 
@@ -202,6 +202,24 @@ async def test_a_deadline_ends_a_waiting_request(rig: Rig) -> None:
     assert delta.finish_reason is FinishReason.ERROR
     assert delta.error is not None
     assert (delta.error.status, delta.error.code) == (504, "deadline_exceeded")
+
+
+async def test_a_drain_ends_what_runs_and_refuses_the_rest_before_it_is_sent(rig: Rig) -> None:
+    rig.gate.clear()
+    stream = rig.client.submit(rig.request([7, 8], max_tokens=4))
+    call = asyncio.create_task(rig.client.control("drain"))
+    await asyncio.sleep(0)
+    rig.gate.set()
+    assert (await read(stream))[0].token_ids == [7, 8, 7, 8]
+    assert (await call)["result"] == [{"rank": 0, "num_awaited": 1}]
+    status = rig.client.status()
+    assert (status.is_ready, status.reasons) == (False, ("draining",))
+    with pytest.raises(Draining):
+        rig.client.submit(rig.request())
+    assert queued(rig) == (0, 0)
+    await rig.client.control("undrain")
+    assert rig.client.status().is_ready
+    assert (await read(rig.client.submit(rig.request())))[0].finish_reason is FinishReason.LENGTH
 
 
 async def test_a_bad_request_ends_as_data(rig: Rig) -> None:

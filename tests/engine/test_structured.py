@@ -19,11 +19,12 @@ import pytest
 from headrace import LLM
 from headrace.executor.uniproc import UniprocExecutor
 from headrace.kernels import create_backend
+from headrace.processing.lark import after_thoughts, to_engine_form
 from headrace.processing.vocabulary import load_vocabulary
 from headrace.testing.bits import Bits, Case, CoreRun, bits
 from headrace.testing.schemas import SCHEMAS
 from headrace.testing.tiny import EOS, IM_END, write_tiny_model
-from headrace.types import FinishReason, GrammarSpec, LogprobRows, SamplingParams
+from headrace.types import FinishReason, GrammarSpec, LogprobRows, SamplingParams, ThinkingBudget
 
 NUM_SEEDS = 6
 PERSON = GrammarSpec("json_schema", json.dumps(SCHEMAS["person"]))
@@ -102,6 +103,22 @@ def test_the_choices_of_one_prompt_differ_and_match(llm: LLM) -> None:
         jsonschema.validate(json.loads(choice.text), SCHEMAS["person"])
 
 
+def test_an_answer_keeps_to_its_form_after_thoughts_that_were_cut_off(llm: LLM) -> None:
+    form = after_thoughts(PERSON, "<think>", "</think>", is_thinking=True)
+    thinking = ThinkingBudget(True, tuple(b"<think>"), tuple(b"</think>"), 5)
+    params = SamplingParams(
+        n=4, max_tokens=300, seed=3, grammar=to_engine_form(form, lambda _: None), thinking=thinking
+    )
+    [output] = llm.generate(["n"], params)
+    for choice in output.outputs:
+        thoughts, answer = choice.text.split("</think>", 1)
+        assert 5 <= len(thoughts.encode()) <= 8  # a character is not cut
+        jsonschema.validate(json.loads(answer), SCHEMAS["person"])
+    free = SamplingParams(max_tokens=7, thinking=thinking, ignore_eos=True)
+    [output] = llm.generate(["n"], free)
+    assert output.outputs[0].token_ids[5:] == [*b"</"], "the limit of tokens holds amid the marker too"
+
+
 def test_max_tokens_ends_it_by_length(llm: LLM) -> None:
     [output] = llm.generate(["n"], SamplingParams(max_tokens=2, grammar=DIGITS))
     assert output.outputs[0].finish_reason == "length"
@@ -174,7 +191,15 @@ def cases() -> list[Case]:
         prompt = tuple((7 * index + n * n) % 256 for n in range(1, 6 + 3 * index))
         grammar = GrammarSpec("json_schema", json.dumps(SCHEMAS[name])) if index != 3 else None
         temperature = (1.0, 0.0)[index % 2]
-        params = SamplingParams(max_tokens=40, temperature=temperature, seed=index, logprobs=2, grammar=grammar)
+        thinking = None
+        if index in (3, 4):  # thoughts that are cut off, before a free answer and before one that is bound
+            thinking = ThinkingBudget(True, tuple(b"<think>"), tuple(b"</think>"), 4)
+        if index == 4:
+            assert grammar is not None
+            grammar = to_engine_form(after_thoughts(grammar, "<think>", "</think>", is_thinking=True), lambda _: None)
+        params = SamplingParams(
+            max_tokens=40, temperature=temperature, seed=index, logprobs=2, grammar=grammar, thinking=thinking
+        )
         made.append(Case(prompt, params))
     return made
 

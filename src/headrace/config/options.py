@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from headrace.config.fields import option
+from headrace.types import POOLINGS
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 BACKENDS = ("auto", "native", "reference", "reference-exact")
@@ -37,9 +38,14 @@ class ModelConfig:
         "kernels: native is compiled, the others are numpy; all but reference give the same bits in any batch",
         choices=BACKENDS,
     )
-    threads: int | None = option(None, "threads of the native kernels (default: the cores that may be used)", minimum=1)
+    threads: int | None = option(
+        None, "threads of the native kernels, of all ranks together (default: the cores that may be used)", minimum=1
+    )
     kv_cache_dtype: str = option(
         "auto", "KV memory of the native kernels; auto is fp16", choices=("auto", "fp16", "int8")
+    )
+    pooling: str = option(
+        "last", "what an embedding is made of: the last token, or the mean of all tokens", choices=POOLINGS
     )
     quantization: str | None = option(
         None, "round the weights of a float model to 8 or 4 bits at load (native kernels)", choices=("w8", "w4")
@@ -49,6 +55,60 @@ class ModelConfig:
         "seed of requests that bring none is drawn from a generator that starts here; 0: random",
         minimum=0,
         maximum=2**63 - 1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Several processes (ranks) that share one model, on this host."""
+
+    tensor_parallel_size: int = option(
+        1, "ranks that the model is spread over; any number gives the same bits (native kernels)", minimum=1, maximum=64
+    )
+    enable_expert_parallel: bool = option(
+        False, "give each rank whole experts of a mixture-of-experts model, instead of a part of each"
+    )
+    redundant_experts: int = option(
+        0, "second copies of busy experts, over all ranks; needs --enable-expert-parallel", minimum=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """Balancing experts over ranks."""
+
+    expert_balancing: str = option(
+        "manual", "auto moves experts by itself when that pays; manual when asked to", choices=("off", "manual", "auto")
+    )
+    expert_strategy: str = option(
+        "hierarchical", "how placements are planned", choices=("hierarchical", "global", "intra_node")
+    )
+    expert_nodes: int = option(1, "nodes that a placement thinks the ranks are spread over", minimum=1)
+    expert_window_steps: int = option(1000, "steps over which loads are counted", minimum=1)
+    expert_interval_steps: int = option(3000, "steps between two decisions of auto", minimum=1)
+    expert_min_tokens: int = option(20_000, "tokens that a window needs for a decision of auto", minimum=0)
+    expert_balance_threshold: float = option(0.9, "balance that auto leaves alone", minimum=0, maximum=1)
+    expert_min_gain: float = option(0.03, "least share of the fullest ranks' load that auto moves for", minimum=0)
+    expert_horizon: float = option(600.0, "seconds for which auto expects a placement to fit", minimum=0)
+    expert_cool_down: float = option(60.0, "seconds between two moves of auto", minimum=0)
+    expert_move_bytes: str = option("2MiB", "bytes of experts that move between two steps", metavar="SIZE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EplbConfig:
+    """FastDeploy's routes of expert balancing, by which several servers change their maps together."""
+
+    eplb_user: str | None = option(
+        None, "user in the bodies of these routes; without, admin keys alone guard them", metavar="NAME"
+    )
+    eplb_password: str | None = option(
+        None, "password beside it; a server sends both to those that it leads", metavar="TEXT"
+    )
+    eplb_timeout: float = option(
+        60.0, "seconds without a word from its leader after which a server gives a rearrangement up", above=0
+    )
+    eplb_call_timeout: float = option(
+        1.0, "seconds that another server may take to answer this one during a rearrangement", above=0
     )
 
 
@@ -123,6 +183,9 @@ class AdmissionConfig:
         64 * 1024**3, "largest body that brings weights; it goes to /dev/shm, else to a file; more: 413", minimum=1
     )
     default_timeout_s: float | None = option(None, "deadline of requests that bring none, waiting included", above=0)
+    default_queue_timeout_s: float | None = option(
+        None, "how long requests that do not say may wait until they are started", above=0
+    )
     strict_fields: bool = option(False, "refuse unknown request fields instead of a warning header")
     trust_request_chat_template: bool = option(
         False, "let requests bring their own chat_template: it is sandboxed, yet may burn CPU"
@@ -141,8 +204,8 @@ class ParsingConfig:
     )
     tool_parser: str = option(
         "auto",
-        "how the model writes tool calls: hermes, llama3_json, mistral, pythonic, deepseek_v3, ernie_x1, a plugin's "
-        "name, none; auto: read from the chat template",
+        "how the model writes tool calls: hermes, llama3_json, mistral, pythonic, deepseek_v3, qwen3_coder, glm45, "
+        "ernie_x1, a plugin's name, none; auto: read from the chat template",
         metavar="NAME",
     )
     plugin: tuple[str, ...] = option(
@@ -158,6 +221,9 @@ class ServerConfig:
     port: int = option(8000, "port to listen on; 0: any free one", minimum=0, maximum=65535)
     api_servers: int = option(1, "front-end processes on the port", minimum=1)
     api_key: tuple[str, ...] = option((), "user key; repeatable (or HEADRACE_API_KEY)", metavar="KEY")
+    cache_salt_by_key: bool = option(
+        False, "cached prefixes are shared only by requests with the same API key, so that timing tells others nothing"
+    )
     admin_key: tuple[str, ...] = option((), "key of the control routes (or HEADRACE_ADMIN_KEY)", metavar="KEY")
     drain_timeout: float = option(30.0, "seconds that running requests get after SIGTERM", minimum=0)
     heartbeat_timeout: float = option(
@@ -167,7 +233,7 @@ class ServerConfig:
     mock_engine: bool = option(False, "EchoModel in place of a model: for tests of the front end")
     mock_step_delay: float = option(0.0, "seconds that a step of the mock engine takes", minimum=0, maximum=60)
     response_store_bytes: int = option(
-        64 * 1024 * 1024, "memory per front end for what /v1/responses keeps; the oldest go first, 0: none", minimum=0
+        64 * 1024 * 1024, "bytes of what /v1/responses keeps; the oldest go first, 0: none", minimum=0
     )
     cors_origin: tuple[str, ...] = option((), "origin that browsers may call from; repeatable", metavar="ORIGIN")
 
@@ -191,6 +257,8 @@ class EngineConfig:
     """What an engine process needs."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
@@ -204,5 +272,6 @@ class ServeConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     parsing: ParsingConfig = field(default_factory=ParsingConfig)
+    eplb: EplbConfig = field(default_factory=EplbConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -18,6 +18,7 @@ from headrace.client.base import EngineClient
 from headrace.client.lifecycle import Lifecycle
 from headrace.config.generation import parse_defaults
 from headrace.config.options import ServeConfig
+from headrace.errors import ConfigError
 from headrace.observability.logs import set_level
 from headrace.observability.prometheus import Metrics
 from headrace.observability.tracing import open_tracer
@@ -35,7 +36,7 @@ from headrace.server.routes import all_routers
 from headrace.server.spool import remove_stale
 from headrace.server.version import VERSION
 
-LAG_INTERVAL_S = 0.1
+LAG_INTERVAL_S = 0.02  # a gap shorter than that may go unseen, a longer one does not
 LAST_SPANS_S = 1.0  # the supervisor waits a little more than that for a front end to go
 DESCRIPTION = "OpenAI-compatible inference. Errors are `{error: {message, type, param, code}}` on every route."
 
@@ -53,9 +54,11 @@ def create_app(
 ) -> FastAPI:
     """`served_names`: what requests may call the model, the default first. `front_end` labels metrics and traces.
 
-    Raises ConfigError for parsers or plugins that do not load.
+    Raises ConfigError for parsers or plugins that do not load, and for half a login.
     """
     assert served_names, "a model has a name"
+    if (config.eplb.eplb_user is None) != (config.eplb.eplb_password is None):
+        raise ConfigError("--eplb-user and --eplb-password go together; one of them is missing")
     observability = config.observability
     context = ServerContext(
         client=client,
@@ -68,10 +71,10 @@ def create_app(
         ),
         parsing=load_parsing(config.parsing, tokenizer),
         keys=KeyRing(config.server.api_key, config.server.admin_key),
-        metrics=Metrics(served_names[0], client.status, front_end=front_end, aliases=observability.metrics_alias),
+        metrics=_metrics(client, config, served_names[0], runtime_dir, front_end),
         sampling_defaults=parse_defaults(config.engine.model.override_generation_config),
         runtime_dir=runtime_dir,
-        responses=ResponseStore(config.server.response_store_bytes),
+        responses=_response_store(config, runtime_dir, front_end),
         set_log_level=set_log_level,
         tracer=open_tracer(observability.otlp_traces_endpoint, version=VERSION, instance=f"front-end-{front_end}"),
     )
@@ -100,6 +103,25 @@ def create_app(
     return app
 
 
+def _metrics(
+    client: EngineClient, config: ServeConfig, model_name: str, runtime_dir: Path | None, front_end: int
+) -> Metrics:
+    return Metrics(
+        model_name,
+        client.status,
+        front_end=front_end,
+        num_front_ends=config.server.api_servers,
+        directory=runtime_dir,
+        aliases=config.observability.metrics_alias,
+    )
+
+
+def _response_store(config: ServeConfig, runtime_dir: Path | None, front_end: int) -> ResponseStore:
+    is_shared = config.server.api_servers > 1
+    path = runtime_dir / "responses.db" if runtime_dir is not None and is_shared else None
+    return ResponseStore(config.server.response_store_bytes, path, front_end)
+
+
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     context: ServerContext = app.state.context
@@ -108,9 +130,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        lag.cancel()
-        with suppress(asyncio.CancelledError):
-            await lag
+        for task in (lag, *context.tasks):
+            task.cancel()
+        await asyncio.gather(lag, *context.tasks, return_exceptions=True)
         context.inputs.close()
         if context.tracer is not None:
             await asyncio.to_thread(context.tracer.close, LAST_SPANS_S)

@@ -40,7 +40,7 @@ def parse_model(
     try:
         parsed = model.model_validate(data, strict=not is_text)
     except ValidationError as error:
-        raise _first_error(error, prefix) from None
+        raise _first_error(error, data, prefix) from None
     _report_unknown(request, [prefix + name for name in parsed.unknown_fields()])
     return parsed
 
@@ -64,11 +64,17 @@ def keep_request_id(request: Request, request_id: str | None) -> str | None:
     return name
 
 
-def _first_error(error: ValidationError, prefix: str) -> InvalidRequest:
+def _first_error(error: ValidationError, data: Any, prefix: str) -> InvalidRequest:
     first = error.errors(include_url=False, include_context=False)[0]
-    path = prefix
+    path, value = prefix, data
     for part in first["loc"]:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path != prefix else str(part)
+        if isinstance(part, int) and isinstance(value, list):
+            path += f"[{part}]"
+        elif isinstance(value, dict) and (part in value or first["type"] == "missing"):
+            path += f".{part}" if path != prefix else str(part)
+        else:
+            continue  # pydantic's word for a branch of a union, which is no part of the body
+        value = value.get(part) if isinstance(value, dict) else value[part]
     path = path[:200].encode("ascii", "backslashreplace").decode("ascii")
     if first["type"] == "missing":
         return InvalidRequest(f"{path} is missing.", param=path, code="missing_field")

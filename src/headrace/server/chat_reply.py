@@ -9,12 +9,13 @@ from headrace.errors import ErrorInfo
 from headrace.processing.logprobs import TokenLogprob
 from headrace.processing.outputs import TextDelta
 from headrace.server.logprobs import chat_logprobs, prompt_logprobs
-from headrace.server.shape import ChoiceParts, PromptRows, ReplyShape, usage_object, weight_version
-from headrace.server.sse import FINISH, FrameWriter, encode, error_end, version_json
+from headrace.server.shape import ChoiceParts, PromptRows, ReplyShape, has_text_alone, usage_object, weight_version
+from headrace.server.sse import FINISH, FrameWriter, TextFrames, encode, error_end, version_json
 from headrace.types import FinishReason, Usage
 
 ROLE_DELTA = b'{"role":"assistant","content":""}'
 TOOL_CALLS = "tool_calls"
+TEXT_END = b'},"logprobs":null,"finish_reason":null}'
 
 
 class ChatReply:
@@ -28,6 +29,7 @@ class ChatReply:
         self._unsent: dict[int, ChoiceParts] = {}
         self._prompt_rows = PromptRows(shape.n)
         self._has_sent_prompt = False
+        self._texts: dict[int, TextFrames | None] = {}
         self._echo = shape.echo_texts[0] if shape.echo_texts else ""
 
     # ------------------------------------------------------------------ the whole reply
@@ -77,7 +79,7 @@ class ChatReply:
     # ------------------------------------------------------------------ a stream
 
     def frames(self, deltas: Sequence[TextDelta], usage: Usage) -> bytes:
-        return b"".join(self._choice_frames(delta, usage) for delta in deltas)
+        return b"".join([self._choice_frames(delta, usage) for delta in deltas])
 
     def end(self, usage: Usage) -> bytes:
         return self._writer.end(usage)
@@ -87,6 +89,9 @@ class ChatReply:
 
     def _choice_frames(self, delta: TextDelta, usage: Usage) -> bytes:
         index = delta.choice
+        texts = self._texts.get(index)
+        if texts is not None and has_text_alone(delta):
+            return texts.frame(delta)
         unsent = self._unsent.get(index)
         frames = []
         if unsent is None:
@@ -95,9 +100,13 @@ class ChatReply:
             frames.append(self._first_frames(index, usage))
         else:
             unsent.add(delta)
+        if delta.prompt_logprobs:
+            self._prompt_rows.of(0, unsent.prompt_logprobs)  # another choice may be the first with text
         if unsent.text or unsent.reasoning or unsent.calls:
             frames.append(self._content_frame(index, unsent, usage))
             unsent.drop_sent()
+            before = b'{"index":%d,"delta":{"content":' % index
+            self._texts[index] = self._writer.text_frames(unsent.versions, before, TEXT_END)
         if unsent.finish_reason is not None:
             frames.append(self._finish_frame(index, unsent, usage))
         return b"".join(frames)

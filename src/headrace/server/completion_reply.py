@@ -10,9 +10,11 @@ from headrace.processing.logprobs import TokenLogprob
 from headrace.processing.outputs import TextDelta
 from headrace.processing.tokenizer import Tokenizer
 from headrace.server.logprobs import CompletionLogprobs, prompt_logprobs
-from headrace.server.shape import ChoiceParts, PromptRows, ReplyShape, usage_object, weight_version
-from headrace.server.sse import FINISH, FrameWriter, encode, error_end, version_json
+from headrace.server.shape import ChoiceParts, PromptRows, ReplyShape, has_text_alone, usage_object, weight_version
+from headrace.server.sse import FINISH, FrameWriter, TextFrames, encode, error_end, version_json
 from headrace.types import Usage
+
+TEXT_END = b',"logprobs":null,"finish_reason":null}'
 
 
 class CompletionReply:
@@ -27,6 +29,7 @@ class CompletionReply:
         self._columns: dict[int, CompletionLogprobs] = {}
         self._prompt_rows = PromptRows(shape.n)
         self._started: set[int] = set()
+        self._texts: dict[int, TextFrames | None] = {}
 
     # ------------------------------------------------------------------ the whole reply
 
@@ -59,7 +62,7 @@ class CompletionReply:
     # ------------------------------------------------------------------ a stream
 
     def frames(self, deltas: Sequence[TextDelta], usage: Usage) -> bytes:
-        return b"".join(self._choice_frames(delta, usage) for delta in deltas)
+        return b"".join([self._choice_frames(delta, usage) for delta in deltas])
 
     def end(self, usage: Usage) -> bytes:
         return self._writer.end(usage)
@@ -69,8 +72,13 @@ class CompletionReply:
 
     def _choice_frames(self, delta: TextDelta, usage: Usage) -> bytes:
         index = delta.choice
+        texts = self._texts.get(index)
+        if texts is not None and has_text_alone(delta):
+            return texts.frame(delta)
         unsent = self._unsent.setdefault(index, ChoiceParts())
         unsent.add(delta)
+        if delta.prompt_logprobs:
+            self._prompt_rows.of(index, unsent.prompt_logprobs)  # another choice may be the first with text
         if not unsent.token_ids and not unsent.text and unsent.finish_reason is None:
             return b""  # rows of the prompt alone: they wait for the first token
         is_first = index not in self._started
@@ -79,6 +87,8 @@ class CompletionReply:
             frames.append(self._text_frame(index, unsent, usage, is_first))
             is_first = False
             self._started.add(index)
+            before = b'{"index":%d,"text":' % index
+            self._texts[index] = self._writer.text_frames(unsent.versions, before, TEXT_END)
             unsent.drop_sent()
         if unsent.finish_reason is not None:
             frames.append(self._text_frame(index, unsent, usage, is_first, is_last=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from starlette.requests import HTTPConnection
 from headrace.client.base import EngineClient
 from headrace.client.lifecycle import Lifecycle
 from headrace.config.options import ServeConfig
-from headrace.errors import NotFound, Unavailable
+from headrace.errors import Draining, NotFound
 from headrace.observability.logs import set_level
 from headrace.observability.prometheus import Metrics
 from headrace.processing.checks import shown
@@ -25,8 +26,6 @@ from headrace.server.response_store import ResponseStore
 if TYPE_CHECKING:
     from headrace.observability.otel import Trace, Tracer
     from headrace.server.keys import KeyRing
-
-DRAIN_RETRY_S = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +46,7 @@ class ServerContext:
     trace: Trace | None = None  # of the request that this context was made for, if it is sampled
     trace_parent: str | None = None  # of that trace, else the caller's
     responses: ResponseStore = field(default_factory=lambda: ResponseStore(0))
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)  # that go on after the reply; they end with the server
     created: int = field(default_factory=lambda: int(time.time()))
 
     def model_name(self, asked: str | None) -> str:
@@ -62,9 +62,7 @@ class ServerContext:
 
     def refuse_when_draining(self) -> None:
         if self.lifecycle is not None and self.lifecycle.is_draining:
-            raise Unavailable(
-                "The server is draining and takes no new requests.", code="draining", retry_after_s=DRAIN_RETRY_S
-            )
+            raise Draining
 
     def reasons(self) -> tuple[str, ...]:
         """Why this server is not ready, as machine-readable words; empty when it is."""
@@ -72,6 +70,9 @@ class ServerContext:
         reasons = list(status.reasons)
         if status.heartbeat_age_s > self.config.server.heartbeat_timeout:
             reasons.append("engine_stalled")
+        for rank in status.ranks:
+            if rank.rank and rank.heartbeat_age_s > self.config.server.heartbeat_timeout:
+                reasons.append(f"rank_{rank.rank}_stalled")
         if self.lifecycle is not None:
             reasons.extend(self.lifecycle.reasons())
         if not status.is_ready and not reasons:

@@ -12,16 +12,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Send
 
 from headrace.errors import QueueFull, Unavailable
 from headrace.processing.inputs import ChatInput, PreparedRequest, Prompt, RequestOptions
 from headrace.processing.outputs import OutputAssembler, TextDelta
 from headrace.processing.parsing import ReplyParsing
 from headrace.server.context import ServerContext, context_of, request_state
+from headrace.server.deadlines import limited
 from headrace.server.disconnect import ClientGone, DisconnectWatch
 from headrace.server.errors import CLIENT_CLOSED, json_response
+from headrace.server.keys import salted
 from headrace.server.shape import ChoiceParts, Reply, failure
 from headrace.server.sse import EventStream
 from headrace.server.tracking import TrackedStream, refusals_traced
@@ -38,6 +42,7 @@ class Job:
     is_stream: bool
     make_reply: Callable[[PreparedRequest, int], Reply]  # (what was prepared, unix time)
     make_parsing: Callable[[PreparedRequest], ReplyParsing | None] = lambda _: None
+    max_thinking: tuple[int, str] | None = None  # tokens, and the field that says so
 
 
 class Generation:
@@ -59,7 +64,7 @@ class Generation:
         self._stream = TrackedStream(stream, submit, context.metrics, state["received"], context.trace)
         watch.on_gone = self.abandon
         self._assembler = OutputAssembler(context.tokenizer, submit, self._stream, parsing)
-        self._outputs = aiter(self._assembler)
+        self.send_body: Send = state["send_body"]
 
     @property
     def usage(self) -> Usage:
@@ -67,7 +72,13 @@ class Generation:
 
     async def next(self) -> list[TextDelta] | None:
         """The next deltas; None at the end."""
-        return await anext(self._outputs, None)
+        deltas, feed = self._stream, self._assembler.feed
+        try:
+            while True:
+                if texts := feed(await deltas.__anext__()):
+                    return texts
+        except StopAsyncIteration:
+            return self._assembler.end() or None
 
     async def first(self) -> list[TextDelta]:
         """The first deltas. Raises the error of a request that failed before it had any."""
@@ -111,7 +122,7 @@ async def answer(request: Request, job: Job) -> Response:
     is_handed_over = False
     try:
         with refusals_traced(context.trace, state["received"]):
-            prepared = await watch.run(_prepare(context, job))
+            prepared = await watch.run(_prepare(context, job, limited(request, salted(request, job.options))))
             generation = _submit(context, prepared, watch, state, job.make_parsing(prepared))
         reply = job.make_reply(prepared, int(time.time()))
         if job.is_stream:
@@ -129,7 +140,7 @@ async def answer(request: Request, job: Job) -> Response:
             watch.stop()
 
 
-async def _prepare(context: ServerContext, job: Job) -> PreparedRequest:
+async def _prepare(context: ServerContext, job: Job, options: RequestOptions) -> PreparedRequest:
     client = context.client
 
     def answer_form(prepared: PreparedRequest, spec: GrammarSpec) -> GrammarSpec:
@@ -138,12 +149,22 @@ async def _prepare(context: ServerContext, job: Job) -> PreparedRequest:
 
     try:
         context.refuse_when_draining()
-        return await context.inputs.prepare(
-            job.source, job.params, client.info, client.next_request_id(), job.options, answer_form=answer_form
+        prepared = await context.inputs.prepare(
+            job.source, job.params, client.info, client.next_request_id(), options, answer_form=answer_form
         )
     except (QueueFull, Unavailable) as error:
         context.metrics.count_rejection(error.code)
         raise
+    return prepared if job.max_thinking is None else _with_budget(context, job, prepared, *job.max_thinking)
+
+
+def _with_budget(
+    context: ServerContext, job: Job, prepared: PreparedRequest, max_tokens: int, field: str
+) -> PreparedRequest:
+    """Where the thoughts begin is known once the prompt is rendered."""
+    budget = context.parsing.thinking_budget(job.make_parsing(prepared), max_tokens, field)
+    submit = prepared.submit
+    return PreparedRequest(replace(submit, params=replace(submit.params, thinking=budget)), prepared.texts)
 
 
 def _submit(

@@ -15,12 +15,14 @@ import hashlib
 import hmac
 import ipaddress
 from collections.abc import Iterable
+from dataclasses import replace
 from enum import Enum
 from urllib.parse import urlsplit
 
 from starlette.requests import HTTPConnection, Request
 
 from headrace.errors import AuthenticationFailed, PermissionDenied
+from headrace.processing.inputs import RequestOptions
 from headrace.server.context import context_of
 
 FORWARDING_HEADERS = ("forwarded", "x-forwarded-for", "x-real-ip")
@@ -80,6 +82,15 @@ def key_digest(connection: HTTPConnection) -> bytes:
     return _digest(presented_key(connection) or "")
 
 
+def salted(request: Request, options: RequestOptions) -> RequestOptions:
+    """With --cache-salt-by-key the salt of the prefix cache comes from the key too: one that a client sends can be
+    copied by another, a key cannot."""
+    if not context_of(request).config.server.cache_salt_by_key:
+        return options
+    salt = hmac.digest(key_digest(request), (options.cache_salt or "").encode(), "sha256")
+    return replace(options, cache_salt=salt.hex())
+
+
 def is_local(connection: HTTPConnection) -> bool:
     """From this machine, and neither through a proxy nor from a web page of another origin in a local browser."""
     if connection.client is None or any(name in connection.headers for name in FORWARDING_HEADERS):
@@ -107,6 +118,11 @@ def _is_loopback(host: str) -> bool:
 
 def _role(request: Request) -> Role:
     return context_of(request).keys.role(presented_key(request))
+
+
+def is_admin(request: Request) -> bool:
+    """Whether it has an admin key."""
+    return _role(request) is Role.ADMIN
 
 
 async def require_user(request: Request) -> None:

@@ -1,7 +1,6 @@
 """The JSON of /v1/messages: the message, and the events of a stream that add up to it.
 
-Blocks come in one order, thoughts, text, calls, and a call comes whole, when everything else is there: the parsers do
-not say where in the text a call stood, and a reply must not depend on how the tokens were cut.
+Blocks come in the order in which the model wrote them; of those of a stream one is open at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +13,10 @@ from starlette.responses import Response
 
 from headrace.errors import ErrorInfo, Unavailable
 from headrace.processing.outputs import TextDelta
+from headrace.processing.tools import ToolCallDelta
+from headrace.server.call_input import CallInput, whole_input
 from headrace.server.errors import error_object, error_response, json_response
+from headrace.server.ordered import Text, Thoughts, in_order, parts_of
 from headrace.server.shape import CallParts, ChoiceParts, weight_version
 from headrace.server.sse import encode
 from headrace.types import FinishReason, Usage
@@ -29,7 +31,7 @@ ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-BROKEN = "INVALID_JSON"  # the key under which arguments stand that are no object
+TOOL_USE = "tool_use"
 
 
 def error_body(info: ErrorInfo) -> dict[str, Any]:
@@ -56,19 +58,14 @@ class MessagesReply:
         self._so_far = ChoiceParts()
         self._num_blocks = 0
         self._open: str | None = None  # the type of the block that is not complete
+        self._input = CallInput()  # of the last call
         self._has_begun = False
 
     # ------------------------------------------------------------------ the whole reply
 
     def body(self, choices: Sequence[ChoiceParts], usage: Usage) -> Any:
         (parts,) = choices
-        content: list[dict[str, Any]] = []
-        if thoughts := "".join(parts.reasoning):
-            content.append({"type": "thinking", "thinking": thoughts, "signature": ""})
-        if text := "".join(parts.text):
-            content.append({"type": "text", "text": text})
-        content += [_call_block(call, _arguments(call)) for call in parts.calls]
-        message = self._message(content, usage) | _end_members(parts)
+        message = self._message([_block(part) for part in parts_of(parts)], usage) | _end_members(parts)
         return {**message, **weight_version(choices), **parts.versions.members()}
 
     def _message(self, content: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
@@ -88,11 +85,15 @@ class MessagesReply:
     def frames(self, deltas: Sequence[TextDelta], usage: Usage) -> bytes:
         events = [] if self._has_begun else [self._begin(usage)]
         for delta in deltas:
+            num_chars = self._so_far.num_chars
             self._so_far.add(delta)
             if delta.reasoning:
                 events += self._grow("thinking", "thinking_delta", delta.reasoning, signature="")
-            if delta.text:
-                events += self._grow("text", "text_delta", delta.text)
+            for part in in_order(delta, num_chars):
+                if isinstance(part, str):
+                    events += self._grow("text", "text_delta", part)
+                else:
+                    events += self._grow_call(part)
             if delta.finish_reason is not None:
                 events += self._finish(usage)
         return b"".join(events)
@@ -117,6 +118,16 @@ class MessagesReply:
         events.append(self._delta({"type": delta_type, kind: text}))
         return events
 
+    def _grow_call(self, call: ToolCallDelta) -> list[bytes]:
+        events = []
+        if call.id is not None:
+            events = [*self._close(), self._start(_call_block(call.id, call.name, {}))]
+            self._open, self._input = TOOL_USE, CallInput()
+        return events + self._input_delta(self._input.feed(call.arguments))
+
+    def _input_delta(self, text: str) -> list[bytes]:
+        return [self._delta({"type": "input_json_delta", "partial_json": text})] if text else []
+
     def _start(self, block: dict[str, Any]) -> bytes:
         self._num_blocks += 1
         return _event("content_block_start", index=self._num_blocks - 1, content_block=block)
@@ -127,15 +138,12 @@ class MessagesReply:
     def _close(self) -> list[bytes]:
         if self._open is None:
             return []
+        rest = self._input_delta(self._input.finish()) if self._open == TOOL_USE else []
         self._open = None
-        return [_event("content_block_stop", index=self._num_blocks - 1)]
+        return [*rest, _event("content_block_stop", index=self._num_blocks - 1)]
 
     def _finish(self, usage: Usage) -> list[bytes]:
         events = self._close()
-        for call in self._so_far.calls:
-            events.append(self._start(_call_block(call, {})))
-            events.append(self._delta({"type": "input_json_delta", "partial_json": encode(_arguments(call)).decode()}))
-            events.append(_event("content_block_stop", index=self._num_blocks - 1))
         more = weight_version([self._so_far]) | self._so_far.versions.members()
         return [*events, _event("message_delta", delta=_end_members(self._so_far), usage=_usage(usage), **more)]
 
@@ -153,21 +161,19 @@ def _end_members(parts: ChoiceParts) -> dict[str, Any]:
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if isinstance(matched, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": matched}
-    return {"stop_reason": "tool_use" if parts.has_calls else "end_turn", "stop_sequence": None}
+    return {"stop_reason": TOOL_USE if parts.has_calls else "end_turn", "stop_sequence": None}
 
 
-def _call_block(call: CallParts, arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
+def _block(part: Thoughts | Text | CallParts) -> dict[str, Any]:
+    if isinstance(part, Thoughts):
+        return {"type": "thinking", "thinking": part.text, "signature": ""}
+    if isinstance(part, Text):
+        return {"type": "text", "text": part.text}
+    return _call_block(part.id, part.name, msgspec.Raw(whole_input("".join(part.arguments)).encode()))
 
 
-def _arguments(call: CallParts) -> dict[str, Any]:
-    """As an object: what the model wrote may be none, or cut off."""
-    text = "".join(call.arguments)
-    try:
-        value = msgspec.json.decode(text or "{}")
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {BROKEN: text}
+def _call_block(call_id: str | None, name: str | None, arguments: Any) -> dict[str, Any]:
+    return {"type": TOOL_USE, "id": call_id, "name": name, "input": arguments}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

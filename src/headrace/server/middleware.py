@@ -32,6 +32,18 @@ MAX_PATH_CHARS = 500
 QUIET_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping", "/metrics", "/v1/load", "/version"})
 
 
+def past_middleware(app: ASGIApp) -> ASGIApp:
+    """Keeps the server's own `send` for the events of a stream: middleware looks at the head of a response alone, and
+    five wrappers around each event would cost more than the event."""
+
+    async def outermost(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope.setdefault("state", {})["send_body"] = send
+        await app(scope, receive, send)
+
+    return outermost
+
+
 class RequestMiddleware:
     """Gives each request its id and its trace, and whatever happens a reply and one log line."""
 
@@ -45,6 +57,7 @@ class RequestMiddleware:
         started = time.monotonic()
         state: dict[str, Any] = scope.setdefault("state", {})
         state.update(request_id=uuid.uuid4().hex, caller_id=None, headers={}, log={}, received=started)
+        state.setdefault("send_body", send)
         trace_parent, trace = _open_trace(scope, started)
         status = 0
 

@@ -12,12 +12,14 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
+from starlette.responses import PlainTextResponse
 
-from headrace.server.protocol import replies
+from headrace.server.protocol import expert_replies, probe_replies, replies
 from headrace.server.protocol.chat import ChatCompletionRequest
 from headrace.server.protocol.common import RequestModel
 from headrace.server.protocol.completions import CompletionRequest
 from headrace.server.protocol.control import OPERATIONS, EmptyRequest
+from headrace.server.protocol.embeddings import EmbeddingRequest
 from headrace.server.protocol.generate import GenerateRequest, GenerateSampling
 from headrace.server.protocol.messages import CountTokensRequest, MessagesRequest
 from headrace.server.protocol.responses import ResponsesRequest
@@ -31,6 +33,7 @@ BODIES: tuple[type[RequestModel], ...] = (
     ResponsesRequest,
     MessagesRequest,
     CountTokensRequest,
+    EmbeddingRequest,
     TokenizeRequest,
     DetokenizeRequest,
     GenerateRequest,
@@ -47,22 +50,25 @@ REPLIES: tuple[type[msgspec.Struct], ...] = (
     replies.Completion,
     replies.ResponseObject,
     replies.DeletedResponse,
+    replies.InputItems,
     replies.Message,
     replies.TokenCount,
+    replies.EmbeddingList,
     replies.ModelList,
     replies.ModelCard,
     replies.TokenizeReply,
     replies.DetokenizeReply,
     replies.GenerateOutput,
     replies.TokenGeneration,
-    replies.Readiness,
-    replies.VersionReply,
+    probe_replies.Readiness,
+    probe_replies.VersionReply,
     replies.Load,
     replies.Operation,
     replies.AbortOperation,
     replies.LogLevel,
     replies.OperationList,
     replies.ControlStatus,
+    expert_replies.Experts,
 )
 REF = "#/components/schemas/"
 
@@ -74,9 +80,17 @@ def describe(
     streams: bool = False,
     may_run_on: bool = False,
     other_bodies: Mapping[str, str] | None = None,
+    text: str | None = None,
+    or_list: bool = False,
 ) -> dict[str, Any]:
-    """Keyword arguments of a route's decorator. `other_bodies`: what bytes of another media type than JSON hold."""
+    """Keyword arguments of a route's decorator. `other_bodies`: what bytes of another media type than JSON hold;
+    `text`: what a reply of plain text holds; `or_list`: several replies come as a list."""
     content: dict[str, Any] = {} if reply is None else {"application/json": _ref(reply.__name__)}
+    if reply is not None and or_list:
+        one = _ref(reply.__name__)["schema"]
+        content["application/json"] = {"schema": {"anyOf": [one, {"type": "array", "items": one}]}}
+    if text is not None:
+        content["text/plain"] = {"schema": {"type": "string", "description": text}}
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string", "description": "With stream: true."}}
     responses: dict[int | str, Any] = {
@@ -86,6 +100,8 @@ def describe(
     if may_run_on:
         responses[202] = {"description": "With wait: false; it still runs.", "content": content}
     arguments: dict[str, Any] = {"responses": responses, "response_model": None}
+    if text is not None:
+        arguments["response_class"] = PlainTextResponse
     if body is not None:
         bodies: dict[str, Any] = {"application/json": _ref(body.__name__)}
         for media_type, text in (other_bodies or {}).items():

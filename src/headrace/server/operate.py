@@ -10,13 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.errors import FailedRequest, RequestError
+from headrace.processing.checks import INT64_MAX, refusal
 from headrace.server.context import ServerContext
 
-QUERIES = frozenset({"status", "operations"})
+MAX_PATH_CHARS = 200
+QUERIES = frozenset({"status", "operations", "experts", "expert_tokens"})
 
 
 async def control(context: ServerContext, kind: str, **arguments: Any) -> dict[str, Any]:
     """The operation object, or the answer to a query. Raises RequestError as the engine reports it."""
+    _check_integers(arguments, "")
     if kind in QUERIES:
         return await context.client.control(kind, **arguments)
     started_s = time.monotonic()
@@ -28,6 +31,18 @@ async def control(context: ServerContext, kind: str, **arguments: Any) -> dict[s
         raise
     _record(context, started_s, done)
     return done
+
+
+def _check_integers(value: Any, path: str) -> None:
+    """JSON's integers have no end; those of the messages to the engine have 64 bits."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _check_integers(item, f"{path}.{name}" if path else str(name))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _check_integers(item, f"{path}[{index}]")
+    elif type(value) is int and not -INT64_MAX - 1 <= value <= INT64_MAX:
+        raise refusal(path[:MAX_PATH_CHARS], value, "an integer of 64 bits")
 
 
 async def end_requests(context: ServerContext, names: Sequence[str] | None) -> int:

@@ -32,6 +32,7 @@ from headrace.errors import ErrorInfo, StartupError
 from headrace.observability.logs import configure_logging, set_level
 from headrace.processing.tokenizer import Tokenizer, load_tokenizer
 from headrace.server.app import create_app
+from headrace.server.middleware import past_middleware
 from headrace.transport.board import EngineState, FrontEndState, StatusBoard, SupervisorState
 from headrace.transport.log_level import LogLevelFollower
 from headrace.transport.messages import EngineInfo
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 _WATCH_INTERVAL_S: Final = 0.05
 _STARTING_INTERVAL_S: Final = 0.01  # until it is ready
 _HANDSHAKE_S: Final = 5.0
+_GC_THRESHOLDS: Final = (10_000, 20, 50)
+"""Of Python's 700, 10, 10: a step of a thousand streams alone makes thousands of short-lived objects."""
 _LAST_WRITES_S: Final = 2  # what the open responses get to be written out once their requests have ended
 _DRAINED: Final = ErrorInfo(
     503, "unavailable", "draining", "the server shut down before the request was finished (--drain-timeout)"
@@ -98,7 +101,7 @@ class FrontEnd:
         )
         self._server = _Server(
             uvicorn.Config(
-                app,
+                past_middleware(app),
                 http="httptools",
                 ws="none",
                 log_config=None,
@@ -139,6 +142,7 @@ class FrontEnd:
                 is_ready = True
                 gc.collect()
                 gc.freeze()  # modules, routes, tokenizer: no collection walks them again
+                gc.set_threshold(*_GC_THRESHOLDS)
                 gc.enable()
                 self._client.report.update(state=FrontEndState.READY)
             self._client.report.update(num_open=len(self._server.server_state.tasks))
@@ -174,6 +178,8 @@ class _Server(uvicorn.Server):
 def _load_tokenizer(launch: Launch) -> Tokenizer:
     model = launch.config.engine.model
     if launch.model_path is None:
+        if model.tokenizer is not None:
+            return load_tokenizer(Path(model.tokenizer), None, model.chat_template)
         from headrace.testing.bytes import byte_tokenizer  # only the mock engine needs it
 
         return byte_tokenizer()

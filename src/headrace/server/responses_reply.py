@@ -1,7 +1,7 @@
 """The JSON of /v1/responses: the response, and the events of a stream whose last one holds it.
 
-Items come in one order, thoughts, message, calls, and a call comes whole, when everything else is there: the parsers do
-not say where in the text a call stood, and a response must not depend on how the tokens were cut.
+Items come in the order in which the model wrote them; of those of a stream one is open at a time. Text behind a call is
+a message of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any
 from headrace.errors import ErrorInfo
 from headrace.processing.logprobs import TokenLogprob
 from headrace.processing.outputs import TextDelta
+from headrace.processing.tools import ToolCallDelta
 from headrace.server.logprobs import chat_logprobs
+from headrace.server.ordered import Text, Thoughts, in_order, parts_of
 from headrace.server.protocol.responses import Message, ResponsesRequest
 from headrace.server.response_store import ResponseStore
 from headrace.server.shape import ChoiceParts, weight_version
@@ -28,7 +30,7 @@ STATUS = {
     FinishReason.ABORT: "cancelled",
 }
 LAST_EVENT = {"completed": "response.completed"}  # all others: response.incomplete, the only word for a part
-REASONING, MESSAGE = "reasoning", "message"
+REASONING, MESSAGE, CALL = "reasoning", "message", "function_call"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,7 @@ class ResponsesReply:
         self._sequence_number = 0
         self._open: str | None = None  # the type of the item that is not complete
         self._num_items = 0
+        self._num_messages = self._num_calls = 0  # of them
         self._unsent: list[TokenLogprob] = []
 
     @property
@@ -72,9 +75,9 @@ class ResponsesReply:
     def _ended(self, parts: ChoiceParts, usage: Usage) -> dict[str, Any]:
         """The response at its end, which is kept now."""
         shape, response = self._shape, self._response(parts, usage)
-        shape.store.finish(shape.id)
         if shape.is_kept:
             shape.store.put(shape.id, shape.owner, response, [*shape.messages, _own_message(parts)])
+        shape.store.finish(shape.id)  # last: whoever asks finds it at any time
         return response
 
     def _response(self, parts: ChoiceParts, usage: Usage | None, error: dict[str, str] | None = None) -> dict[str, Any]:
@@ -103,7 +106,7 @@ class ResponsesReply:
             "service_tier": "default",
             "store": shape.is_kept,
             "temperature": shape.params.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_logprobs": body.top_logprobs or 0,
@@ -118,12 +121,16 @@ class ResponsesReply:
     def _items(self, parts: ChoiceParts) -> list[Item]:
         """All items so far. Only the last one can be incomplete."""
         items: list[Item] = []
-        if thoughts := "".join(parts.reasoning):
-            items.append(self._reasoning([_thought(thoughts)], "completed"))
-        if text := "".join(parts.text):
-            items.append(self._message([self._text(text, parts.logprobs)], "completed"))
-        for number, call in enumerate(parts.calls):
-            items.append(self._call(number, call.id, call.name, "".join(call.arguments), "completed"))
+        num_messages = num_calls = 0
+        for part in parts_of(parts):
+            if isinstance(part, Thoughts):
+                items.append(self._reasoning([_thought(part.text)], "completed"))
+            elif isinstance(part, Text):
+                items.append(self._message(num_messages, [self._text(part.text, part.rows)], "completed"))
+                num_messages += 1
+            else:
+                items.append(self._call(num_calls, part.id, part.name, "".join(part.arguments), "completed"))
+                num_calls += 1
         status = STATUS[parts.finish_reason]
         if items:
             items[-1]["status"] = "incomplete" if status == "cancelled" else status
@@ -133,16 +140,19 @@ class ResponsesReply:
         item = {"id": self._item_id("rs"), "type": REASONING, "summary": [], "content": content}
         return {**item, "encrypted_content": None, "status": status}
 
-    def _message(self, content: list[Item], status: str) -> Item:
-        item = {"id": self._item_id("msg"), "type": MESSAGE, "role": "assistant"}
+    def _message(self, number: int, content: list[Item], status: str) -> Item:
+        item = {"id": self._message_id(number), "type": MESSAGE, "role": "assistant"}
         return {**item, "content": content, "status": status}
 
     def _text(self, text: str, rows: Sequence[TokenLogprob]) -> Item:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs(rows)}
 
     def _call(self, number: int, call_id: str | None, name: str | None, arguments: str, status: str) -> Item:
-        item = {"id": f"{self._item_id('fc')}_{number}", "type": "function_call", "call_id": call_id, "name": name}
+        item = {"id": f"{self._item_id('fc')}_{number}", "type": CALL, "call_id": call_id, "name": name}
         return {**item, "arguments": arguments, "status": status}
+
+    def _message_id(self, number: int) -> str:
+        return self._item_id("msg") + (f"_{number}" if number else "")
 
     def _item_id(self, prefix: str) -> str:
         return f"{prefix}_{self._shape.id.removeprefix('resp_')}"
@@ -160,14 +170,15 @@ class ResponsesReply:
             response = self.snapshot()
             events = [self._event(kind, response=response) for kind in ("response.created", "response.in_progress")]
         for delta in deltas:
+            num_chars = self._parts.num_chars
             self._parts.add(delta)
             self._unsent.extend(delta.logprobs or ())
             if delta.reasoning:
                 events += self._grow_thoughts(delta.reasoning)
-            if delta.text:
-                events += self._grow_text(delta.text)
+            for part in in_order(delta, num_chars):
+                events += self._grow_text(part) if isinstance(part, str) else self._grow_call(part)
             if delta.finish_reason is not None:
-                events += self._finish()
+                events += self._close()
         return b"".join(events)
 
     def end(self, usage: Usage) -> bytes:
@@ -185,65 +196,70 @@ class ResponsesReply:
         self._sequence_number += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
-    def _of_part(self, kind: str, item_id: str, **members: Any) -> bytes:
-        """An event about the only part of the last item."""
-        return self._event(kind, item_id=item_id, output_index=self._num_items - 1, content_index=0, **members)
+    def _of_item(self, kind: str, item_id: str, **members: Any) -> bytes:
+        """An event about the last item."""
+        return self._event(kind, item_id=item_id, output_index=self._num_items - 1, **members)
 
-    def _begin(self, item: Item, part: Item) -> list[bytes]:
+    def _of_part(self, kind: str, item_id: str, **members: Any) -> bytes:
+        """An event about its only part."""
+        return self._of_item(kind, item_id, content_index=0, **members)
+
+    def _begin(self, item: Item, part: Item | None = None) -> list[bytes]:
         events = self._close()
         self._open = item["type"]
         self._num_items += 1
-        return [
-            *events,
-            self._event("response.output_item.added", output_index=self._num_items - 1, item=item),
-            self._of_part("response.content_part.added", item["id"], part=part),
-        ]
+        events.append(self._event("response.output_item.added", output_index=self._num_items - 1, item=item))
+        if part is not None:
+            events.append(self._of_part("response.content_part.added", item["id"], part=part))
+        return events
 
     def _grow_thoughts(self, text: str) -> list[bytes]:
         begun = [] if self._open == REASONING else self._begin(self._reasoning([], "in_progress"), _thought(""))
         return [*begun, self._of_part("response.reasoning_text.delta", self._item_id("rs"), delta=text)]
 
     def _grow_text(self, text: str) -> list[bytes]:
-        begun = [] if self._open == MESSAGE else self._begin(self._message([], "in_progress"), self._text("", []))
+        begun = []
+        if self._open != MESSAGE:
+            begun = self._begin(self._message(self._num_messages, [], "in_progress"), self._text("", []))
+            self._num_messages += 1
         logprobs, self._unsent = self._logprobs(self._unsent), []
-        kind = "response.output_text.delta"
-        return [*begun, self._of_part(kind, self._item_id("msg"), delta=text, logprobs=logprobs)]
+        item_id = self._message_id(self._num_messages - 1)
+        return [*begun, self._of_part("response.output_text.delta", item_id, delta=text, logprobs=logprobs)]
+
+    def _grow_call(self, call: ToolCallDelta) -> list[bytes]:
+        events = []
+        if call.id is not None:
+            events = self._begin(self._call(self._num_calls, call.id, call.name, "", "in_progress"))
+            self._num_calls += 1
+        if call.arguments:
+            item_id = f"{self._item_id('fc')}_{self._num_calls - 1}"
+            events.append(self._of_item("response.function_call_arguments.delta", item_id, delta=call.arguments))
+        return events
 
     def _close(self) -> list[bytes]:
         """Ends the item that is open."""
         if self._open is None:
             return []
         item = self._items(self._parts)[self._num_items - 1]
-        if self._open == REASONING and self._parts.finish_reason is None:
+        if self._parts.finish_reason is None:
             item["status"] = "completed"  # for there is more
-        self._open = None
+        return [
+            *self._part_done(item),
+            self._event("response.output_item.done", output_index=self._num_items - 1, item=item),
+        ]
+
+    def _part_done(self, item: Item) -> list[bytes]:
+        kind, self._open = self._open, None
+        if kind == CALL:
+            more = {"arguments": item["arguments"], "name": item["name"]}
+            return [self._of_item("response.function_call_arguments.done", item["id"], **more)]
         (part,) = item["content"]
-        if part["type"] == "output_text":
+        if kind == MESSAGE:
             more = {"text": part["text"], "logprobs": part["logprobs"]}
             done = self._of_part("response.output_text.done", item["id"], **more)
         else:
             done = self._of_part("response.reasoning_text.done", item["id"], text=part["text"])
-        return [done, self._of_part("response.content_part.done", item["id"], part=part), self._item_done(item)]
-
-    def _item_done(self, item: Item) -> bytes:
-        return self._event("response.output_item.done", output_index=self._num_items - 1, item=item)
-
-    def _finish(self) -> list[bytes]:
-        """The calls, when all else is there."""
-        events = self._close()
-        for item in self._items(self._parts)[self._num_items :]:
-            self._num_items += 1
-            at = {"item_id": item["id"], "output_index": self._num_items - 1}
-            begun = {**item, "arguments": "", "status": "in_progress"}
-            events += [
-                self._event("response.output_item.added", output_index=self._num_items - 1, item=begun),
-                self._event("response.function_call_arguments.delta", **at, delta=item["arguments"]),
-                self._event(
-                    "response.function_call_arguments.done", **at, arguments=item["arguments"], name=item["name"]
-                ),
-                self._item_done(item),
-            ]
-        return events
+        return [done, self._of_part("response.content_part.done", item["id"], part=part)]
 
 
 def _thought(text: str) -> Item:

@@ -71,6 +71,8 @@ class CallParts:
     id: str | None
     name: str | None
     arguments: list[str] = field(default_factory=list)
+    position: int = 0  # characters of content before it
+    num_rows: int = 0  # of logprobs before it
 
     def members(self) -> dict[str, Any]:
         arguments = "".join(self.arguments)
@@ -93,13 +95,16 @@ class ChoiceParts:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     versions: ChoiceVersions = field(default_factory=ChoiceVersions)
+    num_chars: int = 0  # of content, ever
     num_cached_tokens: int = 0  # of its prompt
+    embedding: bytes | None = None  # float32, in place of all else
 
     def add(self, delta: TextDelta) -> None:
         self.versions.starts.extend(delta.weights_versions)
         self.versions.num_tokens += len(delta.token_ids)
         if delta.text:
             self.text.append(delta.text)
+            self.num_chars += len(delta.text)
         if delta.reasoning:
             self.reasoning.append(delta.reasoning)
         if delta.calls:
@@ -115,6 +120,7 @@ class ChoiceParts:
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
             self.stop_reason = delta.stop_reason
+            self.embedding = delta.embedding
 
     def drop_sent(self) -> None:
         """Keeps what describes the whole choice, and not what has gone out."""
@@ -131,8 +137,14 @@ class ChoiceParts:
     def _add_calls(self, calls: Sequence[ToolCallDelta]) -> None:
         for call in calls:
             if not self.calls or self.calls[-1].index != call.index:
-                self.calls.append(CallParts(call.index, call.id, call.name))
+                position = self.num_chars if call.position is None else call.position
+                self.calls.append(CallParts(call.index, call.id, call.name, [], position, len(self.logprobs)))
             self.calls[-1].arguments.append(call.arguments)
+
+
+def has_text_alone(delta: TextDelta) -> bool:
+    """Of a request that asked for neither logprobs nor token ids."""
+    return delta.finish_reason is None and not (delta.reasoning or delta.calls or delta.weights_versions)
 
 
 class PromptRows:

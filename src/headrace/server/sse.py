@@ -8,7 +8,6 @@ choice, or one error frame, and then `[DONE]`.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,7 +18,7 @@ from headrace.errors import ErrorInfo, RequestError
 from headrace.processing.outputs import TextDelta
 from headrace.server.disconnect import ClientGone
 from headrace.server.errors import error_object, internal_error
-from headrace.server.shape import ChoiceParts, Reply, ReplyShape, failure, usage_object
+from headrace.server.shape import ChoiceParts, ChoiceVersions, Reply, ReplyShape, failure, usage_object
 from headrace.types import FinishReason, Usage
 
 if TYPE_CHECKING:
@@ -36,8 +35,11 @@ HEADERS = [
 FINISH = {None: b"null", FinishReason.STOP: b'"stop"', FinishReason.LENGTH: b'"length"', FinishReason.ABORT: b'"abort"'}
 
 
+_encode = msgspec.json.Encoder().encode
+
+
 def encode(value: object) -> bytes:
-    return msgspec.json.encode(value)
+    return _encode(value)
 
 
 def version_json(parts: ChoiceParts) -> bytes:
@@ -50,6 +52,21 @@ def error_end(info: ErrorInfo) -> bytes:
     return b"data: " + encode(error_object(info)) + b"\n\n" + DONE
 
 
+class TextFrames:
+    """Makes the frames of one choice that carry text and nothing else: all but a few of a stream."""
+
+    __slots__ = ("_after", "_before", "_versions")
+
+    def __init__(self, versions: ChoiceVersions, before: bytes, after: bytes) -> None:
+        self._versions = versions
+        self._before = before
+        self._after = after
+
+    def frame(self, delta: TextDelta) -> bytes:
+        self._versions.num_tokens += len(delta.token_ids)
+        return b"".join((self._before, _encode(delta.text), self._after)) if delta.text else b""
+
+
 class FrameWriter:
     """Frames of one stream: `data: {id, object, created, model, choices: [one], usage?}`."""
 
@@ -57,8 +74,15 @@ class FrameWriter:
         head = {"id": shape.id, "object": kind, "created": shape.created, "model": shape.model}
         self._head = b"data: " + encode(head)[:-1]
         self._continuous = shape.continuous_usage
+        self._has_more = shape.continuous_usage or shape.return_token_ids or shape.num_top is not None
         self._include_usage = shape.include_usage
         self._end = b',"usage":null}\n\n' if shape.include_usage else b"}\n\n"
+
+    def text_frames(self, versions: ChoiceVersions, before: bytes, after: bytes) -> TextFrames | None:
+        """For the frames of a choice that have text alone, between `before` and `after`; None if they have more."""
+        if self._has_more:
+            return None
+        return TextFrames(versions, self._head + b',"choices":[' + before, after + b"]" + self._end)
 
     def frame(self, choice: bytes, usage: Usage, more: bytes = b"") -> bytes:
         """`more`: further members of the frame, each with a comma before it."""
@@ -96,29 +120,32 @@ class EventStream(Response):
             generation.end()
 
     async def _send(self, send: Send) -> None:
+        generation, reply = self._generation, self._reply
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        send = generation.send_body
         try:
-            async for frames in self._frames():
-                if frames:
+            deltas: list[TextDelta] | None = self._first
+            while deltas is not None:
+                deltas, error = _before_failure(deltas)
+                if frames := reply.frames(deltas, generation.usage):
                     await send({"type": "http.response.body", "body": frames, "more_body": True})
-            tail = self._reply.end(self._generation.usage)
+                if error is not None:
+                    raise error
+                deltas = await generation.next()
+            tail = reply.end(generation.usage)
         except RequestError as error:
-            tail = self._reply.fail(error.info(), self._generation.usage)
+            tail = reply.fail(error.info(), generation.usage)
         except Exception:
-            fields = {"request_id": self._generation.log_id}
+            fields = {"request_id": generation.log_id}
             logger.exception("stream failed", extra={"headrace_fields": fields})
-            self._generation.note_error("internal_error")
-            tail = self._reply.fail(internal_error(), self._generation.usage)
+            generation.note_error("internal_error")
+            tail = reply.fail(internal_error(), generation.usage)
         await send({"type": "http.response.body", "body": tail, "more_body": False})
 
-    async def _frames(self) -> AsyncIterator[bytes]:
-        """Raises the error of a choice after the text that came before it."""
-        generation, reply = self._generation, self._reply
-        deltas: list[TextDelta] | None = self._first
-        while deltas is not None:
-            for index, delta in enumerate(deltas):
-                if error := failure(delta):
-                    yield reply.frames(deltas[:index], generation.usage)
-                    raise error
-            yield reply.frames(deltas, generation.usage)
-            deltas = await generation.next()
+
+def _before_failure(deltas: list[TextDelta]) -> tuple[list[TextDelta], RequestError | None]:
+    """The deltas that come before the first one that failed, and its error."""
+    for index, delta in enumerate(deltas):
+        if error := failure(delta):
+            return deltas[:index], error
+    return deltas, None

@@ -35,6 +35,11 @@ def refusals_traced(trace: Trace | None, received: float) -> Iterator[None]:
 class TrackedStream:
     """An `OutputStream` that counts. `finish()` once nothing more will be read."""
 
+    __slots__ = ("_abort_reason", "_deltas", "_error", "_first_token", "_gaps", "_is_finished", "_last_row",
+                 "_last_token", "_metrics", "_num_preemptions", "_open", "_prefill_s", "_queue_s", "_received",
+                 "_stopped", "_stream", "_submit", "_submitted", "_trace", "_weights_version", "num_cached",
+                 "num_choices", "num_generated", "reasons", "request_id")  # fmt: skip
+
     def __init__(
         self, stream: OutputStream, submit: Submit, metrics: Metrics, received: float, trace: Trace | None = None
     ) -> None:
@@ -43,6 +48,7 @@ class TrackedStream:
         self.num_cached = 0
         self.reasons: list[str] = []  # of the ended choices, in the order of their ends
         self._stream = stream
+        self._deltas = aiter(stream)
         self._submit = submit
         self._metrics = metrics
         self._received = received
@@ -63,12 +69,15 @@ class TrackedStream:
         self._open = set(range(self.num_choices))
         self._is_finished = False
 
-    async def __aiter__(self) -> AsyncIterator[list[Delta]]:
-        async for deltas in self._stream:
-            now = self._last_row = time.monotonic()
-            for delta in deltas:
-                self._see(delta, now)
-            yield deltas
+    def __aiter__(self) -> AsyncIterator[list[Delta]]:
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        deltas = await self._deltas.__anext__()
+        now = self._last_row = time.monotonic()
+        for delta in deltas:
+            self._see(delta, now)
+        return deltas
 
     def abort_choice(self, choice: int) -> None:
         self._stopped.add(choice)

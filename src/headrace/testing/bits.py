@@ -34,11 +34,14 @@ class Answer:
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None
     finish: int = 0
+    embedding: bytes | None = None
+    num_preemptions: int = 0
     num_cached_tokens: int | None = None
 
     @property
     def bits(self) -> Bits:
-        return tuple(self.token_ids), self.logprobs, self.prompt_logprobs, self.finish
+        told = (tuple(self.token_ids), self.logprobs, self.prompt_logprobs, self.finish)
+        return told if self.embedding is None else (*told, self.embedding)
 
 
 class CoreRun:
@@ -107,6 +110,9 @@ class CoreRun:
             if detail.prompt_logprobs is not None:
                 before = answer.prompt_logprobs
                 answer.prompt_logprobs = before + detail.prompt_logprobs if before else detail.prompt_logprobs
+            answer.num_preemptions = max(answer.num_preemptions, detail.num_preemptions)
+            if detail.embedding is not None:
+                answer.embedding = detail.embedding
             if detail.num_cached_tokens is not None:
                 answer.num_cached_tokens = detail.num_cached_tokens
 

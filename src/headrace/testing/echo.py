@@ -1,4 +1,5 @@
-"""The mock engine's executor: no model; each sequence's output repeats its prompt's tokens in a cycle.
+"""The mock engine's executor: no model; each sequence's output repeats its prompt's tokens in a cycle, and its
+embedding counts them.
 
 `headrace serve --mock-engine` uses it to measure the front end, and tests use it to drive the engine's core: it obeys
 the same plan semantics as the real one, at a fraction of a microsecond per sequence and step. With `check_plans` it
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from headrace.runner.batch import PersistentBatch
 
 
+EMBEDDING_SIZE = 16
+
+
 class EchoExecutor(EchoWeights):
     """Implements `Executor`."""
 
@@ -45,7 +49,9 @@ class EchoExecutor(EchoWeights):
         """`gate`: a step waits until it is set. `fail_at_step`: the execute call (from 1) that raises RuntimeError.
         `fail_token_id`: a sequence that would sample this token fails alone instead."""
         super().__init__()
-        self._info = ModelInfo(name, vocab_size, max_model_len, eos_token_ids, "echo", kv_bytes_per_token)
+        self._info = ModelInfo(
+            name, vocab_size, max_model_len, eos_token_ids, "echo", kv_bytes_per_token, hidden_size=EMBEDDING_SIZE
+        )
         self._step_delay_s = step_delay_s
         self._gate = gate
         self._fail_at_step = fail_at_step
@@ -55,6 +61,7 @@ class EchoExecutor(EchoWeights):
         self._outputs: list[Iterator[int] | None] = []
         self._num_top: dict[int, int] = {}  # slots that want log probabilities
         self._prompts: dict[int, _PromptCursor] = {}  # slots that want the prompt's
+        self._embeddings: dict[int, bytes] = {}  # of slots that want one, and no token
         self.num_steps = 0
 
     @property
@@ -82,12 +89,16 @@ class EchoExecutor(EchoWeights):
             self._outputs[slot] = None
             self._num_top.pop(slot, None)
             self._prompts.pop(slot, None)
+            self._embeddings.pop(slot, None)
         for new in plan.new:
             self._enter(new)
         slots = list(compress(plan.slots, plan.samples))
-        outputs = self._outputs
+        outputs, embeddings = self._outputs, {}
+        if self._embeddings:
+            embeddings = {slot: self._embeddings[slot] for slot in slots if slot in self._embeddings}
+            slots = [slot for slot in slots if slot not in embeddings]
         token_ids = [next(outputs[slot]) for slot in slots]  # type: ignore[arg-type]  # a free slot raises: a bug
-        result = StepResult(slots=slots, token_ids=token_ids)
+        result = StepResult(slots=slots, token_ids=token_ids, embeddings=embeddings)
         if self._fail_token_id is not None and self._fail_token_id in token_ids:
             self._fail(result)
         if self._num_top:
@@ -119,6 +130,8 @@ class EchoExecutor(EchoWeights):
         # A preempted sequence brings its output along and goes on where it was in the cycle.
         said = (len(new.token_ids) - len(prompt)) % len(prompt)
         self._outputs[new.slot] = chain(prompt[said:], cycle(prompt)) if said else cycle(prompt)
+        if new.params.pooling is not None:
+            self._embeddings[new.slot] = echo_embedding(prompt, new.params.pooling).tobytes()
         if new.params.logprobs is not None:
             self._num_top[new.slot] = new.params.logprobs
         if new.params.prompt_logprobs is not None:
@@ -151,6 +164,12 @@ class EchoExecutor(EchoWeights):
         return LogprobRows.from_arrays(ids, values, np.ones(len(token_ids)))
 
 
+def echo_embedding(prompt: list[int], pooling: str) -> np.ndarray:
+    """float32: how often tokens fall on each place, modulo the size; of the prompt, or of its last two tokens."""
+    pooled = prompt if pooling == "mean" else prompt[-2:]
+    return (np.bincount(np.array(pooled) % EMBEDDING_SIZE, minlength=EMBEDDING_SIZE) / len(pooled)).astype(np.float32)
+
+
 class _PromptCursor:
     """How far a sequence's prompt is computed, and its log probabilities delivered."""
 
@@ -175,7 +194,7 @@ def _follow(batch: PersistentBatch, plan: StepPlan, result: StepResult) -> None:
     if not plan.slots:
         return
     rows = batch.rows(plan)
-    _, prompt_rows = batch.inputs(rows)
+    _, prompt_rows, _ = batch.inputs(rows)
     batch.advance(rows)
     for prompt in prompt_rows:
         batch.delivered(prompt.slot, prompt.num_rows)

@@ -70,6 +70,15 @@ class EchoStage:
 class EchoWeights:
     """The part of `Executor` that is about weights and memory."""
 
+    expert_map = expert_moves = None
+    expert_layers: tuple[int, ...] = ()
+
+    def take_expert_counts(self) -> None:
+        """There are no experts."""
+
+    def check(self) -> None:
+        """There is one rank."""
+
     def __init__(self) -> None:
         self._weights: dict[str, np.ndarray] | None = {}
         self.has_kv = True
@@ -94,6 +103,9 @@ class EchoWeights:
     def swap(self, stage: Stage) -> None:
         assert isinstance(stage, EchoStage), "of open_stage"
         self._weights = {**(self._weights or {}), **stage.tensors}
+
+    def close_stage(self, stage: Stage) -> None:
+        """It goes with the object."""
 
     def drop_weights(self) -> None:
         self._weights = None

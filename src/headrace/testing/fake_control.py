@@ -19,6 +19,7 @@ STATUS: dict[str, Any] = {
     "asleep": [],
     "is_paused": False,
     "pause_mode": None,
+    "is_draining": False,
     "version": "0",
     "epoch": 0,
     "refresh": None,
@@ -26,6 +27,41 @@ STATUS: dict[str, Any] = {
     "num_running": 2,
     "num_waiting": 1,
 }
+
+EXPERTS: dict[str, Any] = {
+    "num_layers": 2,
+    "layers": [1, 2],
+    "num_experts": 4,
+    "num_slots": 6,
+    "num_ranks": 2,
+    "is_expert_parallel": True,
+    "slots": [[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 0, 1]],
+    "tokens": [[5, 1, 1, 1], [2, 2, 2, 2]],
+    "window": {"start": 100.0, "end": 101.0, "steps": 4, "tokens": 8},
+    "balance": {"mean": 0.9, "worst": 0.8, "per_layer": [1.0, 0.8]},
+    "mode": "manual",
+    "run": None,
+    "last_decision": None,
+    "rebalances": 0,
+    "failures": 0,
+    "bytes_moved": 0,
+}
+RUN: dict[str, Any] = {
+    "id": "run-1",
+    "state": "free",
+    "outcome": None,
+    "error": None,
+    "started": 100.0,
+    "ended": None,
+    "bytes_moved": 0,
+    "experts_moved": 0,
+    "layers_changed": 0,
+    "num_stalls": 0,
+    "stall_s": 0.0,
+    "longest_stall_s": 0.0,
+    "silence_s": None,
+}
+EXPERT_TOKENS = [[[3, 1, 0, 0], [1, 1, 1, 1]], [[2, 0, 1, 1], [1, 1, 1, 1]]]
 
 
 def operation_object(kind: str, *, state: str = "succeeded", number: int = 1, **result: Any) -> dict[str, Any]:
@@ -61,6 +97,10 @@ class FakeControl:
             raise self.errors[operation]
         if operation == "status":
             return {**STATUS, **self.replies.get("status", {})}
+        if operation == "experts":
+            return {**EXPERTS, **self.replies.get("experts", {})}
+        if operation == "expert_tokens":
+            return {"tokens": EXPERT_TOKENS}
         if operation == "operations":
             return self._find(arguments.get("id"))
         if operation == "cancel":

@@ -8,6 +8,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -201,9 +202,11 @@ def make_front_end(
     server: dict[str, Any] | None = None,
     parsing: dict[str, Any] | None = None,
     tokenizer: Tokenizer | None = None,
+    front_end: int = 0,
+    runtime_dir: Path | None = None,
 ) -> FrontEnd:
     """`host`: where requests seem to come from; `admission`, `server`, `parsing`: options that differ from the
-    defaults."""
+    defaults; `runtime_dir`: what the front ends of one server share."""
     config = ServeConfig(
         admission=AdmissionConfig(**(admission or {})),
         server=ServerConfig(**(server or {})),
@@ -211,5 +214,13 @@ def make_front_end(
     )
     client, lifecycle = client or FakeClient(), Lifecycle()
     tokenizer = tokenizer or byte_tokenizer()
-    app = create_app(client, tokenizer, config, served_names=("fake", "alias"), lifecycle=lifecycle)
+    app = create_app(
+        client,
+        tokenizer,
+        config,
+        served_names=("fake", "alias"),
+        lifecycle=lifecycle,
+        front_end=front_end,
+        runtime_dir=runtime_dir,
+    )
     return FrontEnd(app, client, lifecycle, http_client(app, host))

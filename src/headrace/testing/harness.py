@@ -109,6 +109,7 @@ class EngineHarness:
         aliases: tuple[str, ...] = (),
         priority: int = 0,
         timeout_s: float | None = None,
+        queue_timeout_s: float | None = None,
         cache_salt: str | None = None,
         **params: Any,
     ) -> int:
@@ -125,6 +126,7 @@ class EngineHarness:
             params=sampling,
             priority=priority,
             timeout_s=timeout_s,
+            queue_timeout_s=queue_timeout_s,
             cache_salt=cache_salt,
         )
         self.core.submit(client, message)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.client.admission import Admission
 from headrace.client.base import Delta
-from headrace.client.streams import ClientStream, StreamTable
+from headrace.client.streams import WAKES_PER_TURN, ClientStream, StreamTable
 from headrace.config.options import AdmissionConfig
 from headrace.errors import ErrorInfo
 from headrace.transport.messages import RowDetail, StepOutputs, Submit
@@ -25,7 +25,7 @@ class Bench:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.aborts: list[tuple[int, int | None, str]] = []
-        self.admission = Admission(AdmissionConfig())
+        self.admission = Admission(AdmissionConfig(max_queued_requests=2000))
         self.table = StreamTable(loop, lambda *abort: self.aborts.append(abort))
 
     def open(self, request_id: int, *, num_prompts: int = 1, n: int = 1) -> ClientStream:
@@ -109,6 +109,71 @@ async def test_a_waiting_reader_wakes_once_per_step() -> None:
     bench.table.deliver(outputs(*[(1, choice, [choice], 2) for choice in range(8)]))
     await reader
     assert [len(deltas) for deltas in reads] == [8, 8]
+
+
+async def test_a_thousand_readers_take_turns_and_merge_what_they_miss() -> None:
+    """Deltas merge when the loop is behind, and nothing else on the loop waits for all readers."""
+    loop = asyncio.get_running_loop()
+    bench = Bench(loop)
+    streams = [bench.open(request_id) for request_id in range(1000)]
+    got: list[list[list[int]]] = [[] for _ in streams]
+    most = 0
+
+    async def read(number: int) -> None:
+        async for deltas in streams[number]:
+            got[number].append(deltas[0].token_ids)
+
+    readers = [asyncio.create_task(read(number)) for number in range(1000)]
+    await asyncio.sleep(0)
+    for step in range(4):
+        bench.table.deliver(outputs(*[(request_id, 0, [step], 2 * (step == 3)) for request_id in range(1000)]))
+        before = sum(map(len, got))
+        await asyncio.sleep(0)  # one turn of everybody else
+        most = max(most, sum(map(len, got)) - before)
+    await asyncio.gather(*readers)
+    assert 0 < most <= WAKES_PER_TURN
+    assert all([token for read in reads for token in read] == [0, 1, 2, 3] for reads in got)
+    assert [1, 2, 3] in got[0], "the first one was woken at once, and again when all the others had been"
+    assert got[-1] == [[0, 1, 2, 3]]
+
+
+async def test_a_stalled_reader_keeps_one_delta_and_slows_nobody() -> None:
+    bench = Bench(asyncio.get_running_loop())
+    stalled, *others = [bench.open(request_id) for request_id in range(2000)]
+    num_got = 0
+
+    async def read(stream: ClientStream) -> None:
+        nonlocal num_got
+        async for deltas in stream:
+            num_got += len(deltas[0].token_ids)
+
+    readers = [asyncio.create_task(read(stream)) for stream in others]
+    for step in range(20):
+        bench.table.deliver(outputs(*[(request_id, 0, [7], 0) for request_id in range(2000)]))
+        async with asyncio.timeout(5):
+            while True:
+                if num_got == (step + 1) * len(others):
+                    break
+                await asyncio.sleep(0)
+    assert await anext(stalled) == [Delta(0, [7] * 20)]
+    for stream in (stalled, *others):
+        stream.close()
+    await asyncio.gather(*readers)
+    assert len(bench.table) == 0
+
+
+async def test_a_reader_that_is_cancelled_in_the_queue_of_wakes_keeps_nobody_waiting() -> None:
+    bench = Bench(asyncio.get_running_loop())
+    streams = [bench.open(request_id) for request_id in range(3 * WAKES_PER_TURN)]
+    readers = [asyncio.create_task(anext(stream)) for stream in streams]
+    await asyncio.sleep(0)
+    bench.table.deliver(outputs(*[(request_id, 0, [7], 2) for request_id in range(len(streams))]))
+    for reader in readers[WAKES_PER_TURN : 2 * WAKES_PER_TURN]:
+        reader.cancel()
+    async with asyncio.timeout(5):
+        results = await asyncio.gather(*readers, return_exceptions=True)
+    cancelled = [isinstance(result, asyncio.CancelledError) for result in results]
+    assert cancelled == [False] * WAKES_PER_TURN + [True] * WAKES_PER_TURN + [False] * WAKES_PER_TURN
 
 
 async def test_the_permit_is_released_at_first_outputs_and_ends() -> None:

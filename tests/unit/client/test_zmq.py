@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -19,7 +20,7 @@ from headrace.config.options import AdmissionConfig
 from headrace.errors import QueueFull, Unavailable
 from headrace.testing.channel import open_rig
 from headrace.transport import codec
-from headrace.transport.board import EngineState, StatusBoard, SupervisorRecord, SupervisorState
+from headrace.transport.board import EngineState, StatusBoard, SupervisorRecord, SupervisorState, WorkerRecord
 from headrace.transport.messages import EngineInfo, EngineReady, FromEngine, Hello, StepOutputs, Submit
 from headrace.transport.sockets import bind_engine, ipc_endpoint
 from headrace.transport.stats import EngineStats
@@ -33,8 +34,8 @@ INFO = EngineInfo(
 class SilentEngine:
     """A socket that the test itself answers on: an engine that says just what it is told to."""
 
-    def __init__(self, folder: Path, num_front_ends: int = 1) -> None:
-        self.board = StatusBoard.create(folder / "board", num_front_ends)
+    def __init__(self, folder: Path, num_front_ends: int = 1, num_ranks: int = 1) -> None:
+        self.board = StatusBoard.create(folder / "board", num_front_ends, num_ranks)
         self.endpoint = ipc_endpoint(folder)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = bind_engine(self._context, self.endpoint)
@@ -66,6 +67,14 @@ class SilentEngine:
 async def engine() -> AsyncIterator[SilentEngine]:
     with tempfile.TemporaryDirectory(prefix="hr-") as folder:
         engine = SilentEngine(Path(folder), num_front_ends=2)
+        yield engine
+        engine.close()
+
+
+@pytest.fixture
+async def several_ranks() -> AsyncIterator[SilentEngine]:
+    with tempfile.TemporaryDirectory(prefix="hr-") as folder:
+        engine = SilentEngine(Path(folder), num_ranks=3)
         yield engine
         engine.close()
 
@@ -153,6 +162,20 @@ async def test_a_stall_is_seen_and_gets_over(engine: SilentEngine) -> None:
         engine.say(StepOutputs(request_ids=[1], choices=[0], num_tokens=[1], token_ids=[5], finished=[1]))
         (delta,) = [delta async for deltas in stream for delta in deltas]
         assert (delta.token_ids, delta.finish_reason) == ([5], FinishReason.STOP)
+
+
+async def test_heartbeats_of_all_ranks_that_have_started(several_ranks: SilentEngine) -> None:
+    engine = several_ranks
+    async with client_of(engine) as client:
+        await engine.greet()
+        await client.wait_ready(5)
+        long_ago_ns = time.monotonic_ns() - 20 * 10**9
+        engine.board.write_worker(2, WorkerRecord(pid=5, heartbeat_ns=long_ago_ns, num_steps=3))
+        own, other = client.status().ranks
+        assert (own.rank, own.pid, own.num_steps) == (0, os.getpid(), 7)
+        assert (other.rank, other.pid, other.num_steps) == (2, 5, 3)
+        assert own.heartbeat_age_s < 5 < 20 <= other.heartbeat_age_s
+        assert client.status().is_ready, "how old is too old, the server says"
 
 
 @pytest.mark.parametrize("teller", ["supervisor", "engine"])

@@ -13,7 +13,7 @@ from headrace.errors import ConfigError
 from headrace.testing.harness import EngineHarness
 from headrace.testing.strict import StrictExecutor, expected_output
 from headrace.transport.messages import Abort, Submit
-from headrace.types import FinishReason, RequestId, SamplingParams
+from headrace.types import FinishReason, RequestId, SamplingParams, ThinkingBudget
 
 # ------------------------------------------------------------------------------------------------------------ refusals
 
@@ -44,7 +44,12 @@ from headrace.types import FinishReason, RequestId, SamplingParams
         ([1], {"stop_token_ids": (2**31,)}, "stop_token_ids"),
         ([1], {"bad_words_token_ids": ((),)}, "bad_words_token_ids"),
         ([1], {"bad_words_token_ids": ((1, 99),)}, "bad_words_token_ids"),
+        ([1], {"thinking": ThinkingBudget(True, (1,), (99,), 0)}, "thinking"),
+        ([1], {"thinking": ThinkingBudget(True, (1,), (), 0)}, "thinking"),
+        ([1], {"thinking": ThinkingBudget(True, (1,), (2,), -1)}, "thinking"),
         ([1], {"timeout_s": math.nan}, "timeout_s"),
+        ([1], {"pooling": "cls"}, "pooling"),
+        ([1], {"pooling": "last"}, "pooling"),  # this executor gives none
     ],
 )
 def test_a_bad_request_is_refused_and_hurts_nobody(
@@ -193,6 +198,46 @@ def test_a_deadline_ends_waiting_and_running_alike() -> None:
     harness.run()
     assert harness.choice(patient).finish is FinishReason.LENGTH
     harness.assert_idle()
+
+
+def test_one_that_waits_for_too_long_ends_and_one_that_was_started_runs_on() -> None:
+    harness = EngineHarness(max_num_seqs=1)
+    started = harness.submit([1], max_tokens=50, queue_timeout_s=1.0, timeout_s=9.0)
+    harness.step()
+    waiting = harness.submit([2], max_tokens=50, queue_timeout_s=4.0, n=2)
+    hurried = harness.submit([3], max_tokens=50, queue_timeout_s=40.0, timeout_s=5.0)
+    harness.clock.advance(3.5)
+    harness.step()
+    assert harness.choice(waiting).finish is None
+    harness.clock.advance(0.5)
+    harness.step()
+    for choice in range(2):
+        record = harness.choice(waiting, choice)
+        assert (record.error_status, record.error_code) == (504, "queue_timeout")
+    assert harness.choice(hurried).finish is None
+    harness.clock.advance(1.0)
+    harness.step()
+    assert harness.choice(hurried).error_code == "deadline_exceeded"
+    assert harness.choice(started).finish is None
+    harness.clock.advance(4.0)
+    harness.step()
+    assert harness.choice(started).error_code == "deadline_exceeded"
+    harness.assert_idle()
+
+
+def test_a_request_of_which_a_choice_runs_has_waited_long_enough() -> None:
+    harness = EngineHarness(max_num_seqs=1)
+    request = harness.submit([1], max_tokens=3, n=3, queue_timeout_s=1.0)
+    harness.step()
+    harness.clock.advance(5.0)
+    harness.run()
+    assert [harness.choice(request, choice).finish for choice in range(3)] == [FinishReason.LENGTH] * 3
+    held = EngineHarness()
+    held.control("pause", mode="keep")
+    request = held.submit([1], queue_timeout_s=1.0)
+    held.clock.advance(2.0)
+    held.turn()
+    assert held.choice(request).error_code == "queue_timeout", "behind a pause it waits too"
 
 
 def test_one_failing_sequence_ends_alone_and_leaves_no_cache_behind() -> None:

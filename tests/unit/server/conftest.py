@@ -8,14 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from headrace.client.inproc import InprocClient
-from headrace.config.options import CacheConfig, SchedulerConfig, ServeConfig
-from headrace.engine.core import EngineCore
 from headrace.processing.tokenizer import Tokenizer
-from headrace.server.app import create_app
 from headrace.testing.bytes import byte_tokenizer
-from headrace.testing.echo import EchoExecutor
-from headrace.testing.front_end import FrontEnd, http_client, make_front_end
+from headrace.testing.echo_app import echo_app
+from headrace.testing.front_end import FrontEnd, make_front_end
 
 
 @pytest.fixture
@@ -48,18 +44,5 @@ def without_template() -> Tokenizer:
 @pytest.fixture
 async def http() -> AsyncIterator[httpx.AsyncClient]:
     """The whole application on the mock engine, which has nothing left to do at the end."""
-    config = ServeConfig()
-
-    def core() -> EngineCore:
-        executor = EchoExecutor(vocab_size=260, max_model_len=512, check_plans=True)
-        return EngineCore(executor, CacheConfig(num_kv_blocks=256), SchedulerConfig(max_num_seqs=16))
-
-    client = InprocClient(core, config.admission)
-    await client.wait_ready(30)
-    app = create_app(client, byte_tokenizer(), config, served_names=("echo",))
-    async with http_client(app, timeout=30) as http:
+    async with echo_app() as http:
         yield http
-    status = client.status()
-    assert (status.num_running, status.num_waiting, status.num_queued_tokens) == (0, 0, 0)
-    app.state.context.inputs.close()
-    await client.close()

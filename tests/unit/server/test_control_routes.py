@@ -21,6 +21,7 @@ from headrace.server.app import create_app
 from headrace.server.protocol.sources import SOURCES
 from headrace.server.routes.control import OPERATIONS, WITH_WEIGHTS
 from headrace.testing.bytes import byte_tokenizer
+from headrace.testing.fake_control import EXPERTS
 from headrace.testing.front_end import FakeClient, FrontEnd, http_client
 
 Make = Callable[..., FrontEnd]
@@ -70,6 +71,9 @@ async def send_frame(front_end: FrontEnd, kind: str, content: bytes) -> httpx.Re
          {"host": "h", "port": 1, "rank_offset": 0, "world_size": 2}),
         ("leave_group", {"group_name": "g"}, {"group_name": "g"}),
         ("reset_prefix_cache", {}, {}),
+        ("rebalance_experts", {"action": "stage", "tokens": [[1, 2]], "run": "r", "silence_s": 5, "wait": False},
+         {"action": "stage", "tokens": [[1, 2]], "run": "r", "silence_s": 5.0, "wait": False}),
+        ("rebalance_experts", {"slots": [[0, 1]]}, {"slots": [[0, 1]]}),
         ("refresh_weights", {"source": {"kind": "path", "path": "/m", "odd": 1}, "checksums": {"a": "AB" * 16}},
          {"source": {"kind": "path", "path": "/m"}, "checksums": {"a": "ab" * 16}}),
         ("apply_refresh", {"source": {"kind": "shared_memory", "segment": "s", **LAYOUT}},
@@ -109,6 +113,8 @@ async def test_a_body_may_be_left_out(front_end: FrontEnd) -> None:
         ("compare", {"path": "a\0b"}, "path"),
         ("get_weight", {"name": "a", "max_values": 0}, "max_values"),
         ("join_group", {"host": "h", "port": 0, "rank_offset": 0, "world_size": 2}, "port"),
+        ("rebalance_experts", {"action": "shuffle"}, "action"),
+        ("rebalance_experts", {"slots": [[0, "x"]]}, "slots[0][1]"),
         ("refresh_weights", {}, "source"),
         ("refresh_weights", {"source": None}, "source"),
         ("refresh_weights", {"source": {}}, "source.kind"),
@@ -275,6 +281,18 @@ async def test_operations_are_listed_found_and_cancelled(front_end: FrontEnd) ->
         assert (await front_end.http.get(f"/v1/control/operations/{name}")).status_code == 400
 
 
+async def test_experts(front_end: FrontEnd) -> None:
+    for query, clear in (("", False), ("?clear=true", True), ("?clear=false", False)):
+        response = await front_end.http.get(f"/v1/experts{query}")
+        assert (response.status_code, response.json()) == (200, EXPERTS)
+        assert front_end.client.controlled.last == ("experts", {"clear": clear})
+    response = await front_end.http.get("/v1/experts?clear=perhaps")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "clear")
+    front_end.client.controlled.errors["experts"] = Conflict("The model has no experts.", code="no_experts")
+    response = await front_end.http.get("/v1/experts")
+    assert (response.status_code, response.json()["error"]["code"]) == (409, "no_experts")
+
+
 async def test_errors_of_the_engine_are_the_replies(front_end: FrontEnd) -> None:
     errors = front_end.client.controlled.errors
     errors["reset_prefix_cache"] = Conflict("refresh_weights op-1 is running")
@@ -288,8 +306,8 @@ async def test_errors_of_the_engine_are_the_replies(front_end: FrontEnd) -> None
 async def test_every_route_is_for_admins(make: Make) -> None:
     front_end = make(host="192.0.2.7")
     schema = front_end.app.openapi()["paths"]
-    paths = {path: item for path, item in schema.items() if path.startswith("/v1/control/")}
-    assert len(paths) == len(OPERATIONS) + len(WITH_WEIGHTS) + 6
+    paths = {path: item for path, item in schema.items() if path.startswith(("/v1/control/", "/v1/experts"))}
+    assert len(paths) == len(OPERATIONS) + len(WITH_WEIGHTS) + 7
     for path, item in paths.items():
         for method in item:
             response = await front_end.http.request(method, path.replace("{operation_id}", "op-1"))

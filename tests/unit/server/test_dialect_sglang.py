@@ -225,7 +225,6 @@ async def test_the_checker() -> None:
         "/unload_lora_adapter",
         "/start_profile",
         "/stop_profile",
-        "/start_expert_distribution_record",
     ],
 )
 async def test_what_cannot_be_served_says_so(path: str) -> None:

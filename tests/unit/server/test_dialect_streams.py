@@ -18,7 +18,7 @@ from headrace.types import FinishReason
 
 PARSERS = {"reasoning_parser": "think", "tool_parser": "hermes"}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "\u00e9"}}\n</tool_call>'
-PIECES = ("a", " b", "\u00e9", "\U0001f600", "END", "<think>", "</think>", CALL, "<tool_call>{broken", "\n")
+PIECES = ("a", " b", "\u00e9", "\U0001f600", "END", "<think>", "</think>", CALL, "<tool_call>{broken", "\n", CALL[:50])
 NEW_EACH_TIME = re.compile(r"(resp|msg|rs|fc|call)_[0-9a-f]{24,32}")
 
 

@@ -139,3 +139,24 @@ def test_an_empty_key_opens_nothing() -> None:
     keys = KeyRing([""], [""])
     assert keys.has_user_keys
     assert keys.role("") is Role.NOBODY
+
+
+async def test_with_salts_by_key_no_key_can_use_anothers_prefixes(make: Make) -> None:
+    both = {"Authorization": "Bearer user-1"}, {"Authorization": "Bearer user-2"}
+
+    async def salts(front_end: FrontEnd, **fields: str) -> list[str | None]:
+        found = []
+        for headers in (*both, both[0]):
+            for path, body in (("/v1/completions", {"prompt": "Hi"}), ("/generate", {"text": "Hi"})):
+                await front_end.post(path, {**body, **fields}, headers=headers)
+                found.append(front_end.submit.cache_salt)
+        return found
+
+    assert await salts(make(server=BOTH)) == [None] * 6
+    front_end = make(server=BOTH | {"cache_salt_by_key": True})
+    first, same, second, _, again, _ = await salts(front_end)
+    assert first is not None
+    assert len(first) == 64
+    assert first == same == again != second
+    salted = await salts(front_end, cache_salt="mine", extra_key="mine")
+    assert salted[0] not in (first, salted[2], "mine"), "the client's own salt counts too"

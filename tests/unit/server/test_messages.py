@@ -96,6 +96,21 @@ async def test_thoughts_and_calls_are_blocks(make: Make) -> None:
     assert "tool_call" in body["content"][-1]["text"]
 
 
+async def test_forms_and_forced_calls_reach_the_engine(make: Make) -> None:
+    front_end = make(parsing=PARSERS)
+    form = {"format": {"type": "json_schema", "schema": {"type": "boolean"}}}
+    await ask(front_end, output_config=form)
+    assert front_end.submit.params.grammar is not None
+    assert "boolean" in front_end.submit.params.grammar.text
+    for choice in ({"type": "any"}, {"type": "tool", "name": "add"}):
+        await ask(front_end, tools=TOOLS, tool_choice=choice)
+        assert front_end.submit.params.grammar is not None
+        assert "tool_call" in front_end.submit.params.grammar.text
+    body = {"messages": HI, "max_tokens": 9, "output_config": form, "tools": TOOLS, "tool_choice": {"type": "any"}}
+    response = await front_end.post("/v1/messages", body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tool_choice")
+
+
 async def test_a_conversation_with_tools_and_thoughts_reaches_the_template(make: Make) -> None:
     front_end = make()
     conversation = [
@@ -146,9 +161,11 @@ async def test_counting_is_what_generation_sees(front_end: FrontEnd) -> None:
         ({"temperature": -1}, "temperature"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format.type"),
         ({"container": "x"}, "container"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.client.base import Delta, EngineStatus
+from headrace.client.base import Delta, EngineStatus, RankStatus
 from headrace.client.status import lifecycle_reasons
 from headrace.errors import DeadlineExceeded, QueueFull
 from headrace.server.routes.health import PROBE_TIMEOUT_S
@@ -61,6 +61,7 @@ async def test_tokenize_refusals(front_end: FrontEnd, path: str, body: Any, para
 
 
 READY = ("/readyz", "/health", "/ping", "/health_generate")
+RANKS = tuple(RankStatus(rank, 40 + rank, 60.0 if rank == 2 else 0.25, 9) for rank in range(4))
 
 
 async def test_ready(front_end: FrontEnd) -> None:
@@ -78,6 +79,7 @@ async def test_ready(front_end: FrontEnd) -> None:
         (EngineStatus(is_ready=False, reasons=("engine_dead",)), ["engine_dead"]),
         (EngineStatus(is_ready=True, heartbeat_age_s=60.0), ["engine_stalled"]),
         (EngineStatus(is_ready=False), ["not_ready"]),
+        (EngineStatus(is_ready=True, ranks=RANKS), ["rank_2_stalled"]),
     ],
 )
 async def test_not_ready_says_why(make: Make, status: EngineStatus, reasons: list[str]) -> None:
@@ -90,6 +92,21 @@ async def test_not_ready_says_why(make: Make, status: EngineStatus, reasons: lis
         assert (body["status"], body["reasons"], body["error"]["code"]) == ("not_ready", reasons, reasons[0])
     assert (await front_end.http.get("/livez")).status_code == 200
     assert not front_end.client.streams
+
+
+async def test_several_ranks_are_listed(make: Make) -> None:
+    front_end = make(client=FakeClient(engine_status=EngineStatus(is_ready=True, ranks=RANKS[:2])))
+    response = await front_end.http.get("/readyz")
+    assert (response.status_code, response.json()) == (
+        200,
+        {
+            "status": "ready",
+            "reasons": [],
+            "ranks": [{"rank": rank, "pid": 40 + rank, "heartbeat_age_s": 0.25, "num_steps": 9} for rank in (0, 1)],
+        },
+    )
+    stalled = make(client=FakeClient(engine_status=EngineStatus(is_ready=True, ranks=RANKS)))
+    assert [rank["rank"] for rank in (await stalled.http.get("/readyz")).json()["ranks"]] == [0, 1, 2, 3]
 
 
 async def test_draining_is_not_ready(front_end: FrontEnd) -> None:
@@ -205,4 +222,4 @@ async def test_lag_is_observed_while_the_application_runs(front_end: FrontEnd) -
     async with front_end.app.router.lifespan_context(front_end.app):
         await asyncio.sleep(0.15)
     lag = front_end.app.state.context.metrics.histogram("event_loop_lag_seconds")
-    assert sum(lag.counts) >= 1
+    assert lag.cumulative()[-1][1] >= 1

@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import openai
 import pytest
 
-from headrace.errors import NotFound
-from headrace.server.response_store import ResponseStore
 from headrace.testing.events import named_events
 from headrace.testing.front_end import FakeClient, FrontEnd, says
 from headrace.types import FinishReason
@@ -93,6 +92,25 @@ async def test_thoughts_and_calls_are_items(make: Make) -> None:
     assert body["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
 
 
+async def test_forms_and_forced_calls_reach_the_engine(make: Make) -> None:
+    front_end = make(parsing=PARSERS)
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "boolean"}, "strict": True}
+    body = await ask(front_end, text={"format": form})
+    assert body["text"] == {"format": form}
+    assert front_end.submit.params.grammar is not None
+    assert "boolean" in front_end.submit.params.grammar.text
+    await ask(front_end, text={"format": {"type": "json_object"}})
+    assert front_end.submit.params.grammar is not None
+    for choice in ("required", {"type": "function", "name": "add"}):
+        await ask(front_end, tools=TOOLS, tool_choice=choice)
+        assert front_end.submit.params.grammar is not None
+        assert "tool_call" in front_end.submit.params.grammar.text
+    both = await front_end.post(PATH, {"input": "x", "text": {"format": form}, "tools": TOOLS, "tool_choice": choice})
+    assert (both.status_code, both.json()["error"]["param"]) == (400, "tool_choice")
+    await ask(front_end, text={"format": {"type": "text"}}, tools=TOOLS, tool_choice="auto")
+    assert front_end.submit.params.grammar is None
+
+
 async def test_logprobs_are_included_on_demand(front_end: FrontEnd) -> None:
     body = await ask(front_end, include=["message.output_text.logprobs"], top_logprobs=1)
     rows = body["output"][0]["content"][0]["logprobs"]
@@ -134,6 +152,44 @@ async def test_what_is_kept_can_be_read_and_deleted(front_end: FrontEnd) -> None
         assert (await request).status_code == 404
     unknown = await front_end.post(PATH, {"input": "x", "previous_response_id": body["id"]})
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "previous_response_id")
+
+
+async def test_its_input_can_be_read_as_items(front_end: FrontEnd) -> None:
+    items: list[Any] = [
+        {"role": "user", "content": [{"type": "input_text", "text": "2+2?"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Calling."}]},
+        {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "4"},
+    ]
+    first = await ask(front_end, input=items)
+    second = await ask(front_end, input="More", previous_response_id=first["id"])
+    path = f"{PATH}/{second['id']}/input_items"
+    page = (await front_end.http.get(path, params={"order": "asc", "limit": 100})).json()
+    kinds = [item["type"] for item in page["data"]]
+    assert kinds == ["message", "reasoning", "message", "function_call", "function_call_output", "message", "message"]
+    assert page["data"][5]["content"][0]["text"] == "Hello"
+    assert page["data"][6] | {"id": ""} == {
+        "id": "",
+        "type": "message",
+        "role": "user",
+        "content": [{"type": "input_text", "text": "More"}],
+        "status": "completed",
+    }
+    assert (page["first_id"], page["last_id"], page["has_more"]) == (
+        page["data"][0]["id"], page["data"][-1]["id"], False,
+    )  # fmt: skip
+    await ask(front_end, input=page["data"])
+    no_key: Any = {"Authorization": openai.Omit()}
+    client = openai.AsyncOpenAI(api_key="x", base_url="http://127.0.0.1:8000/v1", http_client=front_end.http)
+    newest_first = [
+        item.id async for item in client.responses.input_items.list(second["id"], limit=3, extra_headers=no_key)
+    ]
+    assert newest_first == [item["id"] for item in reversed(page["data"])]
+    for bad in ({"limit": 0}, {"order": "up"}, {"after": "x"}):
+        response = await front_end.http.get(path, params=bad)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, *bad)
+    assert (await front_end.http.get(f"{PATH}/resp_x/input_items")).status_code == 404
 
 
 async def test_what_is_not_kept(make: Make) -> None:
@@ -182,7 +238,10 @@ async def test_one_that_is_being_made_can_be_seen_and_cancelled(make: Make) -> N
         ({"background": True}, "background"),
         ({"conversation": "x"}, "conversation"),
         ({"truncation": "auto"}, "truncation"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text.format.schema"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"top_logprobs": 3}, "top_logprobs"),
@@ -196,19 +255,3 @@ async def test_refusals_name_the_field(front_end: FrontEnd, fields: dict[str, An
     response = await front_end.post(PATH, {"input": "Hi", **fields})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
-
-
-def test_the_store_keeps_what_fits_the_newest_last() -> None:
-    store = ResponseStore(80)
-    for name in ("a", "b", "c"):
-        store.put(name, b"", {"id": name * 20}, [])
-    assert store.num_bytes <= 80
-    with pytest.raises(NotFound):
-        store.get("a", b"")
-    assert store.get("c", b"") == b'{"id":"' + b"c" * 20 + b'"}'
-    store.put("d", b"", {"id": "d" * 200}, [])
-    with pytest.raises(NotFound):
-        store.get("d", b"")
-    for name in ("b", "c"):
-        store.delete(name, b"")
-    assert (len(store), store.num_bytes) == (0, 0)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -134,6 +135,26 @@ async def test_rows_of_the_prompt_are_no_event_of_their_own(make: Make) -> None:
     assert all("prompt_logprobs" not in choice for choice in others)
 
 
+async def test_rows_of_the_prompt_reach_the_choice_that_speaks_first(make: Make) -> None:
+    """Choice 0 brings them, but half a character holds its text back."""
+
+    def script(submit: Submit) -> Iterable[list[Delta]]:
+        prompt = submit.prompts[0]
+        yield [Delta(0, [0xC3], prompt_logprobs=rows(prompt[1:], 1)), Delta(1, [65])]
+        yield [Delta(0, [0xA9]), Delta(1, [66])]
+        yield [Delta(choice, finish_reason=FinishReason.LENGTH) for choice in (0, 1)]
+
+    front_end = make(client=FakeClient(script=script))
+    fields: dict[str, Any] = {"n": 2, "prompt_logprobs": 0}
+    body = (await front_end.complete(**fields)).json()
+    chunks = choices(events(await front_end.complete(**fields, stream=True)))
+    found = {choice["index"]: choice["prompt_logprobs"] for choice in chunks if "prompt_logprobs" in choice}
+    assert found == {choice["index"]: choice["prompt_logprobs"] for choice in body["choices"]}
+    whole_rows = (await front_end.chat(**fields)).json()["prompt_logprobs"]
+    frames = events(await front_end.chat(**fields, stream=True))
+    assert [frame["prompt_logprobs"] for frame in frames if "prompt_logprobs" in frame] == [whole_rows]
+
+
 def joined(chunks: list[Any], is_chat: bool) -> dict[int, dict[str, Any]]:
     """A stream put together again, by choice."""
     whole: dict[int, dict[str, Any]] = {}
@@ -242,3 +263,21 @@ def test_a_stream_says_what_the_plain_reply_says(
     body, chunks, usage, _ = asyncio.run(run())
     assert joined(chunks, is_chat) == whole(body, is_chat)
     assert usage["usage"] == body["usage"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_frames_of_text_alone_are_made_quicker_and_look_the_same(make: Make, path: str) -> None:
+    """Continuous usage takes the long way for every frame, its absence only for the first and the last of a choice."""
+    front_end = make(client=FakeClient(script=says('a"\\\u00e9\n\U0001f642z')))
+    body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "stream": True, "n": 2}
+    long_way = {"include_usage": True, "continuous_usage_stats": True}
+    plain, with_usage = [
+        [
+            {key: value for key, value in event.items() if key not in ("id", "created", "usage")}
+            for event in events(await front_end.post(path, {**body, "stream_options": options}))
+            if event["choices"]
+        ]
+        for options in (None, long_way)
+    ]
+    assert plain == with_usage
+    assert len(plain) > 10

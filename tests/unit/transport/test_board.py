@@ -95,7 +95,7 @@ def test_slots_of_all_owners_are_apart(tmp_path: Path) -> None:
     assert other.num_front_ends == 2
     assert other.read_engine().state is EngineState.STARTING
     stats = EngineStats.from_integers(range(1, 1 + len(EngineStats().as_integers())))
-    assert (stats.step, stats.refresh_us[-1]) == (1, len(stats.as_integers()))
+    assert (stats.step, stats.num_expert_bytes) == (1, len(stats.as_integers()))
     board.write_engine(EngineState.READY, stats)
     board.write_front_end(0, FrontEndRecord(pid=5, num_queued=2, num_queued_tokens=30))
     board.write_front_end(1, FrontEndRecord(state=FrontEndState.READY, num_queued=1, num_queued_tokens=7, num_open=4))

@@ -38,7 +38,7 @@ from headrace.transport.messages import (
     Submit,
     ToEngine,
 )
-from headrace.types import GrammarSpec, LogprobRows, RequestId, SamplingParams
+from headrace.types import GrammarSpec, LogprobRows, RequestId, SamplingParams, ThinkingBudget
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "messages.json"
 
@@ -67,6 +67,8 @@ PARAMS = SamplingParams(
     prompt_logprobs=-1,
     skip_special_tokens=False,
     grammar=GrammarSpec("regex", "a+"),
+    thinking=ThinkingBudget(False, (1,), (2, 3), 100),
+    pooling="mean",
 )
 TO_ENGINE: dict[str, ToEngine] = {
     "hello": Hello(3, "abc"),
@@ -82,6 +84,7 @@ TO_ENGINE: dict[str, ToEngine] = {
         priority=-5,
         timeout_s=1.5,
         cache_salt="salt",
+        queue_timeout_s=0.5,
         trace_parent="00-ab-cd-01",
     ),
     "abort_all": Abort(call_id=1),
@@ -107,11 +110,17 @@ FROM_ENGINE: dict[str, FromEngine] = {
         details=[
             RowDetail(row=0, logprobs=ROWS + ROWS, prompt_logprobs=ROWS, num_cached_tokens=0, stop_token_id=43),
             RowDetail(row=1, error=ERROR, queue_s=0.5, prefill_s=0.25, num_preemptions=2),
-            RowDetail(row=2, weights_version="step-7"),
+            RowDetail(row=2, weights_version="step-7", embedding=b"\0\0\x80?"),
         ],
     ),
     "lifecycle": Lifecycle(
-        state="poisoned", reason="no", asleep=("kv_cache",), pause_mode="keep", version="7", epoch=3
+        state="poisoned",
+        reason="no",
+        asleep=("kv_cache",),
+        pause_mode="keep",
+        version="7",
+        epoch=3,
+        is_draining=True,
     ),
     "abort_done": AbortDone(1, 2),
     "control_done": ControlDone(3, {"num_blocks": 4}),

@@ -12,9 +12,11 @@ from fastapi import APIRouter
 from headrace.server.dialects import (
     areal,
     collective_rpc,
+    eplb,
     fastdeploy,
     generate,
     sglang,
+    sglang_experts,
     sglang_weights,
     trl,
     trl_generate,
@@ -30,6 +32,7 @@ def dialect_routers() -> tuple[APIRouter, ...]:
     return (
         sglang_weights.router,
         sglang.router,
+        sglang_experts.router,
         sglang.numbers,
         vllm.router,
         collective_rpc.router,
@@ -38,6 +41,7 @@ def dialect_routers() -> tuple[APIRouter, ...]:
         areal.router,
         fastdeploy.router,
         fastdeploy.legacy,
+        eplb.router,
     )
 
 

@@ -42,7 +42,7 @@ LOGPROB_NAMES = {"logprobs": "top_logprobs_num", "prompt_logprobs": "top_logprob
 @router.put("/generate", include_in_schema=False)
 @router.put("/generate/", include_in_schema=False)
 @router.post("/generate/", include_in_schema=False)
-@router.post("/generate", **describe(GenerateRequest, GenerateOutput, streams=True))
+@router.post("/generate", **describe(GenerateRequest, GenerateOutput, streams=True, or_list=True))
 async def generate(request: Request) -> Response:
     """Continues prompts, tokens in and tokens out, in SGLang's form; with `prompts` in TRL's."""
     data = decode_object(await request.body())

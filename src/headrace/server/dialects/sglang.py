@@ -38,12 +38,6 @@ refuse(
     "this version has no adapters; merge them into the weights.",
 )
 refuse(router, ("/start_profile", "/stop_profile"), "profile the engine process with py-spy or perf.", ("GET", "POST"))
-refuse(
-    router,
-    tuple(f"/{verb}_expert_distribution_record" for verb in ("start", "stop", "dump")),
-    "this version serves no mixture of experts.",
-    ("GET", "POST"),
-)
 
 PAUSES: dict[str, dict[str, Any]] = {
     "abort": {"mode": "abort"},

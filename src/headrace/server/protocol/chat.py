@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, WithJsonSchema
 
 from headrace.errors import InvalidRequest
-from headrace.processing.checks import refusal
+from headrace.processing.checks import check_int, refusal
 from headrace.processing.inputs import ChatInput, PreparedRequest
 from headrace.processing.parsing import Parsing, ReplyParsing
-from headrace.processing.structured import Found, conflict
+from headrace.processing.structured import Found, either
 from headrace.processing.tools.forced import tool_choice_grammar
-from headrace.server.protocol.common import TOKEN_IDS, UNSUPPORTED_EVERYWHERE, GenerationRequest
+from headrace.server.protocol.common import INT32_MAX, TOKEN_IDS, UNSUPPORTED_EVERYWHERE, GenerationRequest
 from headrace.types import SamplingParams
 
+THINKING_FIELDS = ("reasoning_max_tokens", "thinking_token_budget", "thinking_budget")
+"""FastDeploy's, vLLM's and Qwen's name for the same."""
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 MESSAGES = {
@@ -37,7 +40,7 @@ class ChatCompletionRequest(GenerationRequest):
     """A conversation to answer. `tools` are rendered into the template, calls come back in the format of OpenAI."""
 
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
-        **UNSUPPORTED_EVERYWHERE,
+        **{field: why for field, why in UNSUPPORTED_EVERYWHERE.items() if field not in THINKING_FIELDS},
         "functions": "use tools.",
         "function_call": "use tools with tool_choice none or auto.",
         "audio": "only text is available.",
@@ -64,6 +67,10 @@ class ChatCompletionRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: str | None = Field(None, description="Given to the template as reasoning_effort.")
+    reasoning_max_tokens: int | None = Field(None, description="Thoughts are ended after this many tokens; 0: at once.")
+    thinking_token_budget: int | None = Field(None, description="reasoning_max_tokens under vLLM's name.")
+    thinking_budget: int | None = Field(None, description="reasoning_max_tokens under Qwen's name.")
+    include_reasoning: bool | None = Field(None, description="false: thoughts are left out of the reply.")
 
     @property
     def names(self) -> dict[str, str]:
@@ -86,16 +93,20 @@ class ChatCompletionRequest(GenerationRequest):
         if self.reasoning_effort is not None and self.reasoning_effort not in REASONING_EFFORTS:
             raise refusal("reasoning_effort", self.reasoning_effort, "one of " + ", ".join(REASONING_EFFORTS))
 
+    def max_thinking(self) -> tuple[int, str] | None:
+        """Most tokens of thoughts, and the field that says so."""
+        given = [(value, field) for field in THINKING_FIELDS if (value := getattr(self, field)) is not None]
+        for value, field in given:
+            check_int(value, field, 0, INT32_MAX)
+            if value != given[0][0]:
+                raise InvalidRequest(f"{given[0][1]} and {field} mean the same, but differ.", param=field)
+        return given[0] if given else None
+
     def reply_grammar(self, parsing: Parsing) -> Found | None:
         """What the reply must match: a form that was asked for, or tool calls."""
-        found = self.grammar()
         is_parallel = self.parallel_tool_calls is not False
         forced = tool_choice_grammar(self.tools, self.tool_choice, parsing.tools, is_parallel=is_parallel)
-        if forced is None:
-            return found
-        if found is not None:
-            raise conflict(found[1], "tool_choice")
-        return forced, "tool_choice"
+        return either(self.grammar(), forced)
 
     def echo_texts(self) -> tuple[str, ...]:
         """With echo, the text of a last message of the assistant's comes before the answer, as in vLLM."""
@@ -110,13 +121,14 @@ class ChatCompletionRequest(GenerationRequest):
         if self.continue_final_message and self.prompt_token_ids is None:
             content = self.messages[-1].get("content")
             continued = content if isinstance(content, str) else None
-        return parsing.of_request(
+        reply = parsing.of_request(
             prepared.texts[0] if prepared.texts[0] is not None else prepared.submit.prompts[0],
             continued=continued,
             template_kwargs=self.chat_template_kwargs,
             tools=None if self.tool_choice == "none" else self.tools,
             is_parallel=self.parallel_tool_calls is not False,
         )
+        return reply if reply is None else replace(reply, shows_reasoning=self.include_reasoning is not False)
 
     def source(self) -> ChatInput | list[Any]:
         if self.prompt_token_ids is not None:

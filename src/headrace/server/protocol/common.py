@@ -7,12 +7,12 @@ alone. Fields that mean something to their sender but are not served yet are ref
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from headrace.errors import InvalidRequest
-from headrace.processing.checks import check_name, check_number, check_text, refusal
+from headrace.processing.checks import INT64_MAX, check_name, check_number, check_text, refusal
 from headrace.processing.structured import GUIDED, Found, grammar_of
 from headrace.types import SamplingParams
 
@@ -25,7 +25,8 @@ TOKEN_LISTS = {"anyOf": [TOKEN_IDS, {"type": "array", "items": TOKEN_IDS}]}
 
 UNSUPPORTED_EVERYWHERE = {
     "guided_whitespace_pattern": "use structured_outputs with json and whitespace_pattern.",
-    "reasoning_max_tokens": "thoughts cannot be cut off in this version; use max_tokens.",
+    "reasoning_max_tokens": "thoughts are told apart on /v1/chat/completions alone.",
+    "thinking_token_budget": "thoughts are told apart on /v1/chat/completions alone.",
     "truncate_prompt_tokens": "a prompt is never truncated; shorten it before sending.",
     "allowed_token_ids": "use logit_bias or bad_words_token_ids.",
     "use_beam_search": "only sampling is available.",
@@ -39,10 +40,39 @@ SCHEMA = {"anyOf": [{"type": "object"}, {"type": "string"}]}
 GRAMMAR_FIELDS = ("response_format", "structured_outputs", *GUIDED)
 
 
+RANGES: dict[str, dict[str, float]] = {
+    "n": {"minimum": 1},
+    "max_tokens": {"minimum": 1},
+    "max_completion_tokens": {"minimum": 1},
+    "max_output_tokens": {"minimum": 1},
+    "min_tokens": {"minimum": 0},
+    "temperature": {"minimum": 0},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "top_k": {"minimum": -1},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "presence_penalty": {"minimum": -2, "maximum": 2},
+    "frequency_penalty": {"minimum": -2, "maximum": 2},
+    "repetition_penalty": {"exclusiveMinimum": 0},
+    "seed": {"minimum": 0, "maximum": INT64_MAX},
+    "top_logprobs": {"minimum": -1},
+    "prompt_logprobs": {"minimum": -1},
+    "priority": {"minimum": -INT32_MAX, "maximum": INT32_MAX},
+    "timeout_s": {"exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_S},
+}
+"""What OpenAPI says of fields whose range no option changes; `processing/validate.py` holds them to it."""
+
+
+def _show_ranges(schema: dict[str, Any]) -> None:
+    for name, shown in schema.get("properties", {}).items():
+        shown |= RANGES.get(name, {})
+
+
 class RequestModel(BaseModel):
     """Base of every request body. Fields that it does not know are kept apart, to be reported."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=(), json_schema_extra=_show_ranges
+    )
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {}
 
     def unknown_fields(self) -> list[str]:
@@ -134,14 +164,27 @@ class GenerationRequest(RequestModel):
         """The fields that are no sampling parameters."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is allowed only with stream: true.", param="stream_options")
-        if self.priority is not None and not -INT32_MAX <= self.priority <= INT32_MAX:
-            raise refusal("priority", self.priority, f"an integer from {-INT32_MAX} to {INT32_MAX}")
-        if self.timeout_s is not None:
-            check_number(self.timeout_s, "timeout_s", 0.0, MAX_TIMEOUT_S, f"in (0, {MAX_TIMEOUT_S:g}]", open_low=True)
-        if self.cache_salt is not None:
-            check_text(self.cache_salt, "cache_salt", max_chars=256)
-        if self.request_id is not None:
-            check_name(self.request_id, "request_id")
+        check_queue_fields(self)
+
+
+class QueueFields(Protocol):
+    """What any request to the engine may say about its way there."""
+
+    priority: int | None
+    timeout_s: float | None
+    cache_salt: str | None
+    request_id: str | None
+
+
+def check_queue_fields(body: QueueFields) -> None:
+    if body.priority is not None and not -INT32_MAX <= body.priority <= INT32_MAX:
+        raise refusal("priority", body.priority, f"an integer from {-INT32_MAX} to {INT32_MAX}")
+    if body.timeout_s is not None:
+        check_number(body.timeout_s, "timeout_s", 0.0, MAX_TIMEOUT_S, f"in (0, {MAX_TIMEOUT_S:g}]", open_low=True)
+    if body.cache_salt is not None:
+        check_text(body.cache_salt, "cache_salt", max_chars=256)
+    if body.request_id is not None:
+        check_name(body.request_id, "request_id")
 
 
 _SAME_NAME = (

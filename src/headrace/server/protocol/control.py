@@ -22,6 +22,7 @@ Seconds = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)]
 Mode = Literal["abort", "wait", "keep"]
 Kv = Literal["recompute", "keep"]
 Staged = Literal["auto", "always", "never"]
+RebalanceAction = Literal["apply", "plan", "begin", "stage", "commit", "abort", "pin", "unpin", "reset"]
 Tags = Annotated[list[Literal["weights", "kv_cache"]], Field(min_length=1, max_length=2)]
 
 MODE_HELP = "What becomes of running requests: they are aborted, finished first, or kept to go on afterwards."
@@ -51,6 +52,10 @@ class PauseRequest(ControlRequest):
     recompute: bool | None = Field(None, description="What is frozen gives its KV up and computes it again later.")
     clear_cache: bool | None = Field(None, description="Forget cached prefixes too. Default false.")
     timeout_s: Seconds | None = Field(None, description="How long mode wait may take.")
+
+
+class DrainRequest(ControlRequest):
+    timeout_s: Seconds | None = Field(None, description="How long running requests may take. Default 600.")
 
 
 class SleepRequest(ControlRequest):
@@ -129,6 +134,17 @@ class LeaveGroupRequest(ControlRequest):
     group_name: Label | None = Field(None, description="Default weight_update_group.")
 
 
+class RebalanceRequest(ControlRequest):
+    """What becomes of the experts. A map and loads have a row for each layer with experts."""
+
+    action: RebalanceAction | None = Field(None, description="Default apply.")
+    slots: list[list[int]] | None = Field(None, description="A map of one's own: [layers][slots], experts' ids.")
+    tokens: list[list[int]] | None = Field(None, description="Loads to plan for: [layers][experts]. Default: measured.")
+    run: Label | None = Field(None, description="The run that is meant; to begin or stage one, its name.")
+    silence_s: Seconds | None = Field(None, description="Silence that ends a run that is begun or staged.")
+    timeout_s: Seconds | None = Field(None, description="How long it may take.")
+
+
 class LogLevelRequest(RequestModel):
     level: Literal["debug", "info", "warning", "error"] = Field(description="The least severe log line.")
 
@@ -154,6 +170,7 @@ class AbortRequest(RequestModel):
 
 OPERATIONS: tuple[type[RequestModel], ...] = (
     PauseRequest,
+    DrainRequest,
     SleepRequest,
     WakeRequest,
     RefreshWeightsRequest,
@@ -166,6 +183,7 @@ OPERATIONS: tuple[type[RequestModel], ...] = (
     GetWeightRequest,
     JoinGroupRequest,
     LeaveGroupRequest,
+    RebalanceRequest,
     ControlRequest,
     AbortRequest,
     LogLevelRequest,

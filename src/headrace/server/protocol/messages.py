@@ -16,6 +16,8 @@ from headrace.errors import InvalidRequest
 from headrace.processing.checks import check_bool, check_int, check_text, refusal
 from headrace.processing.inputs import ChatInput, PreparedRequest
 from headrace.processing.parsing import Parsing, ReplyParsing
+from headrace.processing.structured import Found, either, format_of
+from headrace.processing.tools.forced import tool_choice_grammar
 from headrace.server.protocol.chat import REASONING_EFFORTS
 from headrace.server.protocol.common import INT32_MAX, RequestModel
 from headrace.server.protocol.content import (
@@ -48,12 +50,12 @@ class CountTokensRequest(RequestModel):
     messages: Annotated[Any, WithJsonSchema(MESSAGES)] = None
     system: Annotated[Any, WithJsonSchema(CONTENT)] = Field(None, description="A text or text blocks.")
     tools: list[dict[str, Any]] | None = Field(None, description="Functions with an input_schema.")
-    tool_choice: dict[str, Any] | None = Field(None, description="Of type auto or none.")
+    tool_choice: dict[str, Any] | None = Field(None, description="Of type auto, any, tool or none.")
     thinking: dict[str, Any] | None = Field(
         None,
-        description="enabled, adaptive or disabled. Only max_tokens bounds thoughts, budget_tokens does not.",
+        description="enabled, adaptive or disabled; thoughts are ended after budget_tokens.",
     )
-    output_config: dict[str, Any] | None = Field(None, description="effort alone.")
+    output_config: dict[str, Any] | None = Field(None, description="effort; format: {type: json_schema, schema}.")
     cache_control: dict[str, Any] | None = Field(None, description="Accepted, without effect: prefixes are found.")
 
     def source(self) -> ChatInput:
@@ -89,21 +91,31 @@ class CountTokensRequest(RequestModel):
         """What is no part of the conversation."""
         self._check_thinking(has_reasoning)
         choice = self.tool_choice or {}
-        if (kind := choice.get("type", "auto")) not in ("auto", "none"):
-            allowed = "auto or none (calls cannot be enforced)"
-            raise refusal("tool_choice.type", kind, allowed, code="unsupported_field")
+        if (kind := choice.get("type", "auto")) not in ("auto", "any", "tool", "none"):
+            raise refusal("tool_choice.type", kind, "auto, any, tool or none")
         if choice.get("disable_parallel_tool_use") is not None:
             check_bool(choice["disable_parallel_tool_use"], "tool_choice.disable_parallel_tool_use")
         config = self.output_config or {}
-        if config.get("format") is not None:
-            raise InvalidRequest(
-                "output_config.format is not supported on this route: use response_format of /v1/chat/completions.",
-                param="output_config.format",
-                code="unsupported_field",
-            )
         effort = config.get("effort")
         if effort is not None and (not isinstance(effort, str) or effort not in (*REASONING_EFFORTS, "max")):
             raise refusal("output_config.effort", effort, "one of " + ", ".join((*REASONING_EFFORTS, "max")))
+
+    def reply_grammar(self, parsing: Parsing) -> Found | None:
+        """What the answer must match: a form that was asked for, or tool calls. `check` has been called."""
+        choice = self.tool_choice or {}
+        kind, is_parallel = choice.get("type", "auto"), choice.get("disable_parallel_tool_use") is not True
+        chosen: Any = {"type": "function", "function": {"name": choice.get("name")}} if kind == "tool" else None
+        if kind == "any":
+            chosen = "required"
+        forced = tool_choice_grammar(self._functions(), chosen, parsing.tools, is_parallel=is_parallel)
+        form = (self.output_config or {}).get("format")
+        return either(format_of(form, "output_config.format", ("json_schema",)), forced)
+
+    def max_thinking(self) -> tuple[int, str] | None:
+        """Most tokens of thoughts, and the field that says so. `check` has been called."""
+        thinking = self.thinking or {}
+        budget: int | None = thinking.get("budget_tokens")
+        return None if budget is None or thinking["type"] == "disabled" else (budget, "thinking.budget_tokens")
 
     def _check_thinking(self, has_reasoning: bool) -> None:
         if self.thinking is None:

@@ -163,17 +163,6 @@ class DetokenizeReply(msgspec.Struct):
     prompt: str
 
 
-class Readiness(msgspec.Struct):
-    """`reasons` are words such as starting, draining, engine_dead, engine_stalled."""
-
-    status: str
-    reasons: list[str]
-
-
-class VersionReply(msgspec.Struct):
-    version: str
-
-
 class RankLoad(msgspec.Struct):
     rank: int
     running: int
@@ -251,6 +240,7 @@ class ControlStatus(msgspec.Struct):
     asleep: list[str]
     is_paused: bool
     pause_mode: str | None
+    is_draining: bool
     version: str
     epoch: int
     refresh: OpenRefresh | None
@@ -330,6 +320,28 @@ class TokenCount(msgspec.Struct):
     input_tokens: int
 
 
+class Embedding(msgspec.Struct):
+    object: str
+    index: int
+    embedding: list[float] | str  # numbers, or base64 of little-endian float32
+
+
+class EmbeddingUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class EmbeddingList(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+    weight_version: str | None
+
+
 class InputDetails(msgspec.Struct):
     cached_tokens: int
     cache_write_tokens: int
@@ -362,6 +374,14 @@ class ResponseObject(msgspec.Struct):
     usage: ResponseUsage | None
     weight_version: str | None
     weight_versions: list[VersionSpan] | msgspec.UnsetType = msgspec.UNSET
+
+
+class InputItems(msgspec.Struct):
+    object: str
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class DeletedResponse(msgspec.Struct):

@@ -15,6 +15,8 @@ from headrace.errors import InvalidRequest
 from headrace.processing.checks import check_name, check_text, refusal
 from headrace.processing.inputs import ChatInput, PreparedRequest
 from headrace.processing.parsing import Parsing, ReplyParsing
+from headrace.processing.structured import Found, either, format_of
+from headrace.processing.tools.forced import tool_choice_grammar
 from headrace.server.protocol.chat import REASONING_EFFORTS
 from headrace.server.protocol.common import RequestModel
 from headrace.server.protocol.content import function, text_parts, tool_call, unsupported_block
@@ -26,6 +28,9 @@ TEXT = ("input_text", "output_text", "text")
 LOGPROBS = "message.output_text.logprobs"
 INCLUDE = (LOGPROBS, "reasoning.encrypted_content")  # thoughts are in the open: the second changes nothing
 ROLES = ("user", "assistant", "system", "developer")
+MAX_LABEL_CHARS = 512
+MAX_METADATA, MAX_METADATA_NAME = 16, 64
+TOOL_CHOICES = "none, auto, required or {type: function, name}"
 SUMMARIES = ("auto", "concise", "detailed")
 
 
@@ -53,11 +58,13 @@ class ResponsesRequest(RequestModel):
     include: list[str] | None = Field(None, description=f"{LOGPROBS}.")
     top_logprobs: int | None = Field(None, description=f"Needs include: [{LOGPROBS}].")
     tools: list[dict[str, Any]] | None = Field(None, description="Functions.")
-    tool_choice: Any = Field(None, description="none (calls stay text) or auto.")
+    tool_choice: Any = Field(None, description="none (calls stay text), auto, required, or {type: function, name}.")
     parallel_tool_calls: bool | None = Field(None, description="false: calls after the first are left out.")
     max_tool_calls: int | None = Field(None, description="Accepted: no tool runs here.")
     reasoning: dict[str, Any] | None = Field(None, description="effort is given to the template; thoughts come whole.")
-    text: dict[str, Any] | None = Field(None, description="Only {format: {type: text}}.")
+    text: dict[str, Any] | None = Field(
+        None, description="{format: {type: text}}, json_object, or json_schema with name and schema, which is kept to."
+    )
     truncation: str | None = Field(None, description="Only disabled.")
     metadata: dict[str, str] | None = Field(None, description="Comes back with the response.")
     user: str | None = Field(None, description="Accepted, without effect.")
@@ -82,21 +89,35 @@ class ResponsesRequest(RequestModel):
                 raise refusal(f"include[{index}]", value, "one of " + ", ".join(INCLUDE), code="unsupported_field")
         if self.top_logprobs and not self.wants_logprobs:
             raise InvalidRequest(f"top_logprobs needs include: [{LOGPROBS}].", param="top_logprobs")
-        if self.tool_choice not in (None, "none", "auto"):
-            allowed = "none or auto (calls cannot be enforced)"
-            raise refusal("tool_choice", self.tool_choice, allowed, code="unsupported_field")
         if self.truncation not in (None, "disabled"):
             raise refusal("truncation", self.truncation, "disabled", code="unsupported_field")
         if self.previous_response_id is not None:
             check_name(self.previous_response_id, "previous_response_id")
-        self._check_text()
+        self._check_labels()
         self._check_reasoning()
 
-    def _check_text(self) -> None:
-        form = (self.text or {}).get("format") or {"type": "text"}
-        kind = form.get("type") if isinstance(form, dict) else form
-        if kind != "text":
-            raise refusal("text.format.type", kind, "text", code="unsupported_field")
+    def _check_labels(self) -> None:
+        """What comes back with the response, in every event that holds it; with OpenAI's limits where it has some."""
+        for field in ("user", "safety_identifier", "prompt_cache_key", "service_tier"):
+            if (value := getattr(self, field)) is not None:
+                check_text(value, field, max_chars=MAX_LABEL_CHARS, allow_empty=True)
+        if len(self.metadata or {}) > MAX_METADATA:
+            raise refusal("metadata", self.metadata, f"an object of at most {MAX_METADATA} pairs")
+        for name, text in (self.metadata or {}).items():
+            if len(name) > MAX_METADATA_NAME:
+                raise refusal("metadata", name, f"an object whose names have at most {MAX_METADATA_NAME} characters")
+            check_text(text, f"metadata.{name}", max_chars=MAX_LABEL_CHARS, allow_empty=True)
+
+    def reply_grammar(self, parsing: Parsing) -> Found | None:
+        """What the answer must match: a form that was asked for, or tool calls."""
+        choice = self.tool_choice
+        if isinstance(choice, dict) and choice.get("type") == "function" and "function" not in choice:
+            choice = {"type": "function", "function": {"name": choice.get("name")}}
+        elif choice not in (None, "none", "auto", "required"):
+            raise refusal("tool_choice", choice, TOOL_CHOICES, code="unsupported_field")
+        is_parallel = self.parallel_tool_calls is not False
+        forced = tool_choice_grammar(self._functions(), choice, parsing.tools, is_parallel=is_parallel)
+        return either(format_of((self.text or {}).get("format"), "text.format"), forced)
 
     def _check_reasoning(self) -> None:
         reasoning = self.reasoning or {}

@@ -20,6 +20,10 @@ from headrace.server.protocol.common import (
 
 SAMPLING = "sampling_params"
 DEFAULT_MAX_TOKENS = 16  # vLLM's
+NOT_SAMPLING = (
+    "model", "stream", "stream_options", "echo", "request_id", "priority", "cache_salt", "timeout_s",
+    "add_special_tokens", "return_token_ids", "return_tokens_as_token_ids",
+)  # fmt: skip
 
 
 class TokenSampling(GenerationRequest):
@@ -35,6 +39,11 @@ class TokenSampling(GenerationRequest):
     logprobs: int | None = None
     detokenize: bool | None = Field(None, description="Accepted, without effect: text is not returned.")
     output_kind: int | None = Field(None, description="Accepted, without effect.")
+
+    def unknown_fields(self) -> list[str]:
+        """What other routes take belongs beside `sampling_params`, or nowhere: it is reported, not ignored."""
+        misplaced = [name for name in sorted(NOT_SAMPLING) if getattr(self, name) is not None]
+        return [*super().unknown_fields(), *misplaced]
 
 
 class TokenGenerateRequest(RequestModel):

@@ -28,7 +28,7 @@ async def create_chat_completion(request: Request) -> Response:
     model = context.model_name(body.model)
     name = keep_request_id(request, body.request_id)
     body.check()
-    grammar = body.reply_grammar(context.parsing)
+    grammar, max_thinking = body.reply_grammar(context.parsing), body.max_thinking()
     options = request_options(request, body, prefix="chatcmpl", name=name, names=with_grammar(body.names, grammar))
 
     def make_reply(prepared: PreparedRequest, created: int) -> Reply:
@@ -44,5 +44,6 @@ async def create_chat_completion(request: Request) -> Response:
             is_stream=bool(body.stream),
             make_reply=make_reply,
             make_parsing=lambda prepared: body.parsing(context.parsing, prepared),
+            max_thinking=max_thinking,
         ),
     )

@@ -35,6 +35,8 @@ router = APIRouter(prefix="/v1/control", dependencies=[Depends(require_admin)], 
 OPERATIONS: tuple[tuple[str, type[bodies.ControlRequest], str], ...] = (
     ("pause", bodies.PauseRequest, "Stops the steps; new requests wait."),
     ("resume", bodies.ControlRequest, "Ends a pause."),
+    ("drain", bodies.DrainRequest, "Refuses new requests; answered when those that are there have ended."),
+    ("undrain", bodies.ControlRequest, "Takes requests again."),
     ("sleep", bodies.SleepRequest, "Gives back the memory of weights, KV or both."),
     ("wake", bodies.WakeRequest, "Takes it again; weights come from where they were last loaded."),
     ("begin_refresh", bodies.BeginRefreshRequest, "Opens a refresh, for weights that come in parts."),
@@ -47,6 +49,7 @@ OPERATIONS: tuple[tuple[str, type[bodies.ControlRequest], str], ...] = (
     ("join_group", bodies.JoinGroupRequest, "Joins a trainer's process group."),
     ("leave_group", bodies.LeaveGroupRequest, "Leaves it."),
     ("reset_prefix_cache", bodies.ControlRequest, "Forgets cached prefixes; running sequences keep what they hold."),
+    ("rebalance_experts", bodies.RebalanceRequest, "Moves experts between ranks, or says what moving would bring."),
 )
 WITH_WEIGHTS: tuple[tuple[str, Model, str], ...] = (
     ("refresh_weights", bodies.RefreshWeightsRequest, "New weights as one transaction."),

@@ -1,7 +1,8 @@
 """Probes, without a key: is the process alive, can it serve, does a token really come out.
 
 /livez             200 while the event loop turns
-/readyz, /health   200, or 503 with the reasons: starting, draining, engine_dead, engine_stalled, ...
+/readyz, /health   200, or 503 with the reasons: starting, draining, engine_dead, engine_stalled, rank_1_stalled, ...;
+                   of a model on several ranks also the heartbeat of each
 /ping              the same, also by POST
 /health_generate   one token through the real queue, first in line; 503 or 504 with the reason after 4.5 s at most;
                    while paused 200 without a token
@@ -9,6 +10,8 @@
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -18,7 +21,7 @@ from headrace.processing.inputs import request_names
 from headrace.server.context import ServerContext, context_of
 from headrace.server.errors import error_object, json_response
 from headrace.server.openapi import describe
-from headrace.server.protocol.replies import Readiness, VersionReply
+from headrace.server.protocol.probe_replies import Readiness, VersionReply
 from headrace.server.version import VERSION
 from headrace.transport.messages import Submit
 from headrace.types import FinishReason, SamplingParams
@@ -87,7 +90,9 @@ async def version() -> Response:
 
 def _readiness(context: ServerContext) -> Response:
     reasons = context.reasons()
+    ranks = [dataclasses.asdict(rank) for rank in context.client.status().ranks]
+    shown = {"ranks": ranks} if ranks else {}
     if not reasons:
-        return json_response({"status": "ready", "reasons": []})
+        return json_response({"status": "ready", "reasons": [], **shown})
     error = Unavailable(f"The server is not ready: {', '.join(reasons)}.", code=reasons[0])
-    return json_response({"status": "not_ready", "reasons": reasons, **error_object(error.info())}, 503)
+    return json_response({"status": "not_ready", "reasons": reasons, **shown, **error_object(error.info())}, 503)

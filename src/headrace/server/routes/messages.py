@@ -18,6 +18,7 @@ from headrace.server.messages_reply import MessagesReply, error_reply
 from headrace.server.openapi import describe
 from headrace.server.protocol.messages import CountTokensRequest, MessagesRequest
 from headrace.server.protocol.replies import Message, TokenCount
+from headrace.server.routes.options import constrained, with_grammar
 
 router = APIRouter(
     route_class=answering(error_reply, own_access=True), dependencies=[Depends(require_user)], tags=["Inference"]
@@ -32,19 +33,24 @@ async def create_message(request: Request) -> Response:
     body = await read_body(request, MessagesRequest)
     model = context.model_name(body.model)
     body.check(has_reasoning=context.parsing.has_reasoning)
-    source = body.source()
+    source, grammar = body.source(), body.reply_grammar(context.parsing)
     name = keep_request_id(request, None)
     message_id = f"msg_{uuid.uuid4().hex}"
     options = RequestOptions(
-        prefix="msg", name=name, public_id=message_id, trace_parent=context.trace_parent, names=NAMES
+        prefix="msg",
+        name=name,
+        public_id=message_id,
+        trace_parent=context.trace_parent,
+        names=with_grammar(NAMES, grammar),
     )
     job = Job(
         source=source,
-        params=body.params(context.sampling_defaults),
+        params=constrained(body.params(context.sampling_defaults), grammar),
         options=options,
         is_stream=bool(body.stream),
         make_reply=lambda _prepared, _created: MessagesReply(message_id, model),
         make_parsing=lambda prepared: body.parsing(context.parsing, prepared, source),
+        max_thinking=body.max_thinking(),
     )
     return await answer(request, job)
 
@@ -56,5 +62,5 @@ async def count_tokens(request: Request) -> Response:
     body = await read_body(request, CountTokensRequest)
     context.model_name(body.model)
     body.check(has_reasoning=context.parsing.has_reasoning)
-    tokens = await context.inputs.tokenize(body.source(), context.client.info)
+    tokens = await context.inputs.tokenize(body.source())
     return json_response({"input_tokens": len(tokens)})

@@ -15,9 +15,9 @@ from headrace.server.protocol.replies import Load
 router = APIRouter(dependencies=[Depends(require_numbers)], tags=["Numbers"])
 
 
-@router.get("/metrics", **describe(None, None))
+@router.get("/metrics", **describe(None, None, text="Prometheus' text format."))
 async def metrics(request: Request) -> Response:
-    """The engine's series, and this front end's own under the label `front_end`."""
+    """The engine's series, and what all front ends have counted together."""
     return Response(context_of(request).metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
 

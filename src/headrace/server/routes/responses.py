@@ -8,19 +8,23 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from headrace.errors import InvalidRequest
+from headrace.processing.checks import check_int, refusal
 from headrace.processing.inputs import PreparedRequest, RequestOptions
 from headrace.server.body import keep_request_id, read_body
 from headrace.server.context import context_of
 from headrace.server.errors import JSON, json_response
 from headrace.server.generation import Job, answer
+from headrace.server.input_items import input_items
 from headrace.server.keys import key_digest, require_user
 from headrace.server.openapi import describe
 from headrace.server.operate import end_requests
-from headrace.server.protocol.replies import DeletedResponse, ResponseObject
+from headrace.server.protocol.replies import DeletedResponse, InputItems, ResponseObject
 from headrace.server.protocol.responses import ResponsesRequest
 from headrace.server.responses_reply import ResponseShape, ResponsesReply
+from headrace.server.routes.options import constrained, with_grammar
 
 router = APIRouter(prefix="/v1/responses", dependencies=[Depends(require_user)], tags=["Inference"])
+MAX_ITEMS = 100  # of a page
 NAMES = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs", "prompt": "input"}
 
 
@@ -35,11 +39,15 @@ async def create_response(request: Request) -> Response:
     messages = body.messages()
     if body.previous_response_id is not None:
         messages = [*store.messages(body.previous_response_id, owner), *messages]
-    source = body.source(messages)
+    source, grammar = body.source(messages), body.reply_grammar(context.parsing)
     name = keep_request_id(request, None)
     response_id = f"resp_{uuid.uuid4().hex}"
     options = RequestOptions(
-        prefix="resp", name=name, public_id=response_id, trace_parent=context.trace_parent, names=NAMES
+        prefix="resp",
+        name=name,
+        public_id=response_id,
+        trace_parent=context.trace_parent,
+        names=with_grammar(NAMES, grammar),
     )
 
     def make_reply(prepared: PreparedRequest, created: int) -> ResponsesReply:
@@ -60,7 +68,7 @@ async def create_response(request: Request) -> Response:
 
     job = Job(
         source=source,
-        params=body.params(context.sampling_defaults),
+        params=constrained(body.params(context.sampling_defaults), grammar),
         options=options,
         is_stream=bool(body.stream),
         make_reply=make_reply,
@@ -78,6 +86,28 @@ async def get_response(request: Request, response_id: str) -> Response:
     if (reply := store.open(response_id, owner)) is not None:
         return json_response(reply.snapshot())
     return Response(store.get(response_id, owner), media_type=JSON)
+
+
+@router.get("/{response_id}/input_items", **describe(None, InputItems))
+async def list_input_items(
+    request: Request, response_id: str, limit: int = 20, order: str = "desc", after: str | None = None
+) -> Response:
+    """The conversation that a response which is kept has answered, as items; the newest first."""
+    check_int(limit, "limit", 1, MAX_ITEMS)
+    if order not in ("asc", "desc"):
+        raise refusal("order", order, "asc or desc")
+    messages = context_of(request).responses.messages(response_id, key_digest(request))
+    items = input_items(messages[:-1], response_id)
+    if order == "desc":
+        items.reverse()
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise refusal("after", after, "the id of an item")
+    start = 0 if after is None else ids.index(after) + 1
+    page = items[start : start + limit]
+    body = {"object": "list", "data": page, "has_more": start + limit < len(items)}
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    return json_response(body | ends)
 
 
 @router.delete("/{response_id}", **describe(None, DeletedResponse))

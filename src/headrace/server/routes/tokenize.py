@@ -28,7 +28,7 @@ async def tokenize(request: Request) -> Response:
     body = await read_body(request, TokenizeRequest)
     context.model_name(body.model)
     info = context.client.info
-    tokens = await context.inputs.tokenize(body.source(), info, add_special_tokens=body.add_special_tokens)
+    tokens = await context.inputs.tokenize(body.source(), add_special_tokens=body.add_special_tokens)
     reply: dict[str, Any] = {"count": len(tokens), "max_model_len": info.max_model_len, "tokens": tokens}
     if body.return_token_strs:
         reply["token_strs"] = await context.inputs.token_texts(tokens)

@@ -1,0 +1,44 @@
+"""The whole application on the mock engine, called in process: nothing but the model is imitated.
+
+Tests of the request surface share it. At its end it asserts that the engine has nothing left to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+
+from headrace.client.inproc import InprocClient
+from headrace.config.options import CacheConfig, SchedulerConfig, ServeConfig
+from headrace.engine.core import EngineCore
+from headrace.server.app import create_app
+from headrace.testing.bytes import byte_tokenizer
+from headrace.testing.echo import EchoExecutor
+from headrace.testing.front_end import http_client
+
+MAX_MODEL_LEN = 512
+
+
+@asynccontextmanager
+async def echo_app(
+    config: ServeConfig | None = None, *, max_num_seqs: int = 16, **executor: Any
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the application; it belongs to the running loop. `executor`: as `EchoExecutor` takes it."""
+    config = config or ServeConfig()
+
+    def core() -> EngineCore:
+        mock = EchoExecutor(vocab_size=260, max_model_len=MAX_MODEL_LEN, check_plans=True, **executor)
+        return EngineCore(mock, CacheConfig(num_kv_blocks=256), SchedulerConfig(max_num_seqs=max_num_seqs))
+
+    client = InprocClient(core, config.admission)
+    await client.wait_ready(30)
+    app = create_app(client, byte_tokenizer(), config, served_names=("echo",), set_log_level=lambda _: None)
+    async with http_client(app, timeout=30) as http:
+        yield http
+    status = client.status()
+    assert (status.num_running, status.num_waiting, status.num_queued_tokens) == (0, 0, 0)
+    app.state.context.inputs.close()
+    await client.close()
