@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
+from headrace.cli import main
 from headrace.kernels import has_native
+from headrace.server.protocol.expert_replies import ExpertRun, Experts
 from headrace.testing.server import RunningServer
 from headrace.testing.tiny import write_tiny_model
 
@@ -174,9 +175,10 @@ def test_one_that_fails_leaves_the_old_map_everywhere(servers: Servers, kind: st
         )
     runs = [experts(server)["run"] for server in servers]
     if "statistics" in kind:
+        assert status(servers[1]) == "FREE"
         assert runs[1]["id"] == runs[0]["id"], "it had begun to load"
         assert runs[1]["outcome"] in ("aborted", "failed")
-    assert [status(server) for server in servers] == ["FREE", "FREE" if "statistics" in kind else status(servers[1])]
+    assert status(servers[0]) == "FREE"
     assert [experts(server)["slots"] for server in servers] == old
     assert [generate(server) for server in servers] == answers
 
@@ -191,13 +193,23 @@ def test_a_leader_that_falls_silent_is_not_waited_for(servers: Servers) -> None:
     assert "nothing was heard" in found["run"]["error"]
 
 
-def test_what_else_shows_experts_and_ranks(servers: Servers, tmp_path: Path) -> None:
+def test_what_else_shows_experts_and_ranks(
+    servers: Servers, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     generate(servers[0])
     ready = servers[0].get("/readyz").json()
     assert [rank["rank"] for rank in ready["ranks"]] == [0, 1]
     assert all(rank["pid"] > 0 and rank["heartbeat_age_s"] < 10 for rank in ready["ranks"])
     wait_for(lambda: 'expert_balance{model_name="' in servers[0].get("/metrics").text)
+    reply = servers[0].get("/v1/experts").content
+    assert set(json.loads(reply)) == set(Experts.__struct_fields__)
+    shown = msgspec.json.decode(reply, type=Experts)
+    assert set(json.loads(reply)["run"]) == set(ExpertRun.__struct_fields__)
+    assert main.main(["ctl", "experts", "plan", "--url", servers[0].url]) == 0
+    assert main.main(["ctl", "experts", "status", "--url", servers[0].url]) == 0
+    printed = capsys.readouterr().out
+    assert "decision   " in printed
+    assert f"{shown.num_slots} slots of 8 experts on 2 ranks" in printed
     picture = tmp_path / "heat.html"
-    arguments = ["experts", "heatmap", "--url", servers[0].url, "-o", str(picture)]
-    subprocess.run([sys.executable, "-m", "headrace", *arguments], check=True, timeout=WAIT_S)
+    assert main.main(["experts", "heatmap", "--url", servers[0].url, "-o", str(picture)]) == 0
     assert "<svg" in picture.read_text() or "<table" in picture.read_text()

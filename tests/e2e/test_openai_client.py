@@ -76,6 +76,23 @@ def test_stream_says_what_the_plain_reply_says(client: openai.OpenAI) -> None:
     assert texts[0] != texts[1], "choice i uses seed + i"
 
 
+def test_embeddings(client: openai.OpenAI) -> None:
+    """The client asks for base64 by itself."""
+    source = ["the river in the north", "a mountain"]
+    coded = client.embeddings.create(model=MODEL, input=source)
+    plain = client.embeddings.create(model=MODEL, input=source, encoding_format="float")
+    ids = client.embeddings.create(model=MODEL, input=[list(text.encode()) for text in source])
+    vectors = [each.embedding for each in coded.data]
+    assert vectors == [each.embedding for each in plain.data] == [each.embedding for each in ids.data]
+    assert [each.index for each in coded.data] == [0, 1]
+    assert all(sum(number**2 for number in vector) == pytest.approx(1, abs=1e-5) for vector in vectors)
+    assert coded.usage.prompt_tokens == coded.usage.total_tokens == sum(map(len, source))
+    cut = client.embeddings.create(model=MODEL, input=source[0], dimensions=8, extra_body={"pooling": "mean"})
+    assert len(cut.data[0].embedding) == 8
+    with pytest.raises(openai.BadRequestError, match="dimensions must be"):
+        client.embeddings.create(model=MODEL, input=source, dimensions=10**6)
+
+
 async def collect(client: openai.AsyncOpenAI, number: int) -> tuple[str, list[float], str | None]:
     """One of sixteen different streams, greedy and seeded ones, short and long prompts."""
     stream = await client.completions.create(

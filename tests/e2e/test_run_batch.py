@@ -114,10 +114,12 @@ def test_killed_in_the_middle_and_run_again(source: Path, mock: list[str], tmp_p
 
 def test_stdin_and_stdout(mock: list[str]) -> None:
     lines = [json.dumps(request(name, "/v1/completions", prompt=name, max_tokens=3)) for name in ("one", "two")]
+    lines.append(json.dumps(request("vectors", "/v1/embeddings", input=["a", "bc"])))
     done = run(command(Path("-"), Path("-"), *mock), stdin="\n".join(lines).encode())
     assert (done.returncode, done.stderr) == (0, b"")
-    texts = {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in read(done.stdout)}
-    assert texts == {"one": "one", "two": "two"}
+    bodies = {line["custom_id"]: line["response"]["body"] for line in read(done.stdout)}
+    assert [each["index"] for each in bodies.pop("vectors")["data"]] == [0, 1]
+    assert {name: body["choices"][0]["text"] for name, body in bodies.items()} == {"one": "one", "two": "two"}
 
 
 def test_over_a_server(source: Path, tmp_path: Path) -> None:

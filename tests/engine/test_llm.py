@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from headrace import LLM, SamplingParams
@@ -168,3 +169,21 @@ def test_smollm2_knows_paris(smollm2: Path) -> None:
     with LLM(str(smollm2), kv_cache_memory="256MiB", max_model_len=1024) as llm:
         (output,) = llm.chat([{"role": "user", "content": "What is the capital of France?"}], GREEDY)
     assert "Paris" in output.outputs[0].text
+
+
+@pytest.mark.real_model
+def test_smollm2_puts_like_with_like(smollm2: Path) -> None:
+    """Each sentence is nearest to the one that says the same."""
+    texts = [
+        "The cat sits on the mat.",
+        "A cat is sitting on a rug.",
+        "Stock markets fell sharply on Monday.",
+        "Shares dropped a lot at the start of the week.",
+        "How do I bake bread?",
+        "What is a recipe for a loaf of bread?",
+    ]
+    with LLM(str(smollm2), kv_cache_memory="64MiB", max_model_len=256) as llm:
+        for pooling in ("last", "mean"):
+            vectors = np.stack([output.embedding for output in llm.embed(texts, pooling=pooling)])
+            likeness = vectors @ vectors.T - 2 * np.eye(len(texts))
+            assert likeness.argmax(axis=1).tolist() == [1, 0, 3, 2, 5, 4]

@@ -12,7 +12,7 @@ import pytest
 from headrace.executor.uniproc import UniprocExecutor
 from headrace.kernels import create_backend, has_native
 from headrace.testing.bits import Bits, Case, CoreRun, bits
-from headrace.types import LogprobRows, SamplingParams
+from headrace.types import POOLINGS, LogprobRows, SamplingParams
 
 pytestmark = [
     pytest.mark.real_model,
@@ -131,3 +131,14 @@ def test_with_int8_kv(smollm2: Path, cases: list[Case], alone: list[list[Bits]])
     assert by_itself != alone[:8], "other memory, other numbers"
     assert bits(engine.new(chunk=9).run(some)) == by_itself
     assert bits(engine.new(num_blocks=8).run(some)) == by_itself
+
+
+def test_embeddings(engine: Engine, cases: list[Case]) -> None:
+    some = [Case(case.prompt, SamplingParams(pooling=POOLINGS[i % 2])) for i, case in enumerate(cases[2:8])]
+    core = engine.new()
+    by_itself = [bits(core.run([case]))[0] for case in some]
+    assert len({choices[0] for choices in by_itself}) == len(some)
+    others = cases[8:11]
+    assert bits(engine.new(chunk=9).run([*others, *some]))[len(others) :] == by_itself
+    core = engine.new(prefix_cache=True)
+    assert bits(core.run(some)) == bits(core.run(some)) == by_itself

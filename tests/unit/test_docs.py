@@ -1,4 +1,4 @@
-"""docs/rl.md, fastdeploy.md and experts.md name what exists: operations, arguments, sources, routes, options, replies."""
+"""docs/rl.md, fastdeploy.md and experts.md name what exists: operations, arguments, sources, routes, options."""
 
 from __future__ import annotations
 

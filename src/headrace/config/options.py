@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from headrace.config.fields import option
-from headrace.types import POOLINGS
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 BACKENDS = ("auto", "native", "reference", "reference-exact")
@@ -45,7 +44,7 @@ class ModelConfig:
         "auto", "KV memory of the native kernels; auto is fp16", choices=("auto", "fp16", "int8")
     )
     pooling: str = option(
-        "last", "what an embedding is made of: the last token, or the mean of all tokens", choices=POOLINGS
+        "last", "what an embedding is made of: the last token, or the mean of all tokens", choices=("last", "mean")
     )
     quantization: str | None = option(
         None, "round the weights of a float model to 8 or 4 bits at load (native kernels)", choices=("w8", "w4")

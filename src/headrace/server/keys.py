@@ -6,7 +6,8 @@
     numbers    loopback only               admin key, or loopback
 
 Keys are kept and compared as SHA-256 digests in constant time, all of them each time. Routers name one of the three
-functions at the end as a dependency; nothing else decides about access.
+functions at the end as a dependency; nothing else decides about access, but for FastDeploy's routes of expert
+balancing, which also take a login in their bodies (`dialects/eplb.py`).
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from headrace.cli.run_batch_work import answer_all
 from headrace.config.options import ServeConfig
 from headrace.config.schema import options_of
 from headrace.errors import ConfigError, StartupError
+from headrace.testing.echo_app import echo_app
 from headrace.testing.front_end import FrontEnd, make_front_end
 
 BODY = {"prompt": "Hi"}
@@ -361,3 +362,16 @@ def test_help_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: headrace run-batch" in shown
     assert all(option in shown for option in ("--output FILE", "--max-num-seqs N", "--reasoning-parser NAME", "--url"))
     assert {option.key for option in options_of(BatchConfig)} <= {option.key for option in options_of(ServeConfig)}
+
+
+async def test_embeddings(run: Run) -> None:
+    lines = text(
+        request("one", url="/v1/embeddings", body={"input": ["a", "bc"], "encoding_format": "base64"}),
+        request("bad", url="/v1/embeddings", body={"input": []}),
+    )
+    async with echo_app() as http:
+        await run.over(http, lines)
+    bodies = {line["custom_id"]: line["response"]["body"] for line in run.lines}
+    assert [each["index"] for each in bodies["one"]["data"]] == [0, 1]
+    assert bodies["one"]["usage"]["total_tokens"] == 3
+    assert bodies["bad"]["error"]["param"] == "input"

@@ -174,9 +174,8 @@ def test_a_model_without_hidden_states_refuses_to_give_them() -> None:
     backend = NativeBackend(1)
     run_rows(build, X, backend)
     assert backend._model is not None
+    assert backend._program is not None
+    backend._program = dataclasses.replace(backend._program, hidden_size=40)
+    inputs = dataclasses.replace(step_of(5), hidden_rows_U=np.array([1], np.int32))
     with pytest.raises(ValueError, match="no room"):
-        inputs = dataclasses.replace(step_of(5), hidden_rows_U=np.array([1], np.int32))
-        recorded = backend._program
-        assert recorded is not None
-        backend._program = dataclasses.replace(recorded, hidden_size=40)
         backend.run(backend._model, inputs)

@@ -164,13 +164,12 @@ class Forgetful(dict[Any, Any]):
         pass
 
 
-def record_plainly(model: Any, program: Any) -> int:
+def record_plainly(model: Any, program: Any) -> tuple[int, int]:
     """Every value has a buffer to the end, every input is quantised anew, nothing is fused."""
     seen = recorder.Recorder()
     logits = model.forward(seen)
     Emitter(program, free=Forgetful(), quantized_symbol=Forgetful()).run(seen.steps)
-    width: int = logits.width
-    return width
+    return logits.width, 0
 
 
 def run_plainly(build: Callable[[Backend], Any], wanted: list[int]) -> np.ndarray:

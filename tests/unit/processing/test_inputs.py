@@ -236,3 +236,24 @@ async def test_tokenize_and_detokenize(make: Make) -> None:
     assert await inputs.detokenize(ids) == "héllo"
     assert await inputs.token_texts([104, 105]) == ["h", "i"]
     assert await inputs.tokenize("z" * 10_000) == [122] * 10_000
+
+
+async def test_only_a_request_that_asks_for_it_is_truncated(make: Make) -> None:
+    """The last tokens are kept: of texts, however long, of ids and of conversations."""
+    inputs = make()
+    long = "x" * 101_000 + "yz"
+    for source in ([long, list(b"wxyz"), "z"], [[*(b"x" * 101_000), *b"yz"], "wyz", "z"]):
+        with pytest.raises(ContextLengthExceeded):
+            await prepare(inputs, source)
+        prepared = await prepare(inputs, source, RequestOptions(truncate_to=2))
+        assert prepared.submit.prompts == (tuple(b"yz"), tuple(b"yz"), tuple(b"z"))
+    chat = ChatInput(messages=[USER], add_generation_prompt=False)
+    assert (await prepare(inputs, chat, RequestOptions(truncate_to=1))).submit.prompts == (tuple(b"\n"),)
+    whole = await prepare(inputs, [long], RequestOptions(truncate_to=-1))
+    assert len(whole.submit.prompts[0]) == INFO.max_model_len - 1, "a token must come behind it"
+    pooled = await prepare(inputs, [long], RequestOptions(truncate_to=-1), pooling="last")
+    assert len(pooled.submit.prompts[0]) == INFO.max_model_len
+    assert pooled.submit.params.max_tokens is None
+    for bad in (0, -2, INFO.max_model_len):
+        with pytest.raises(InvalidRequest, match="truncate_prompt_tokens must be -1"):
+            await prepare(inputs, ["x"], RequestOptions(truncate_to=bad))

@@ -11,11 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
-from headrace.config.options import EplbConfig, ParallelConfig
-from headrace.errors import Conflict
+from headrace.config.options import EplbConfig, ParallelConfig, ServeConfig
+from headrace.errors import ConfigError, Conflict
 from headrace.server import eplb_run
+from headrace.server.app import create_app
+from headrace.testing.bytes import byte_tokenizer
 from headrace.testing.fake_control import EXPERT_TOKENS, EXPERTS, RUN
-from headrace.testing.front_end import FrontEnd
+from headrace.testing.front_end import FakeClient, FrontEnd
 
 Make = Callable[..., FrontEnd]
 START, STATS, CHECK = "/rearrange_experts", "/get_per_expert_tokens_stats", "/check_redundant"
@@ -76,6 +78,12 @@ async def test_a_login_and_a_key_both_open(make: Make) -> None:
     assert (await front.post(STATS, RIGHT)).status_code == 200
     assert (await front.post(STATS, {}, headers={"x-api-key": "admin-1"})).status_code == 200
     assert (await front.post(STATS, {}, headers={"x-api-key": "user-1"})).status_code == 401
+
+
+@pytest.mark.parametrize("half", [{"eplb_user": "scheduler"}, {"eplb_password": "word"}])
+def test_half_a_login_is_none(half: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="--eplb-password"):
+        create_app(FakeClient(), byte_tokenizer(), ServeConfig(eplb=EplbConfig(**half)), served_names=("fake",))
 
 
 async def test_without_a_login_it_is_a_control_route(make: Make) -> None:
@@ -235,6 +243,27 @@ async def test_starts_that_are_refused(make: Make, body: dict[str, Any], status:
     front = front_end(make)
     refused(await front.post(START, body), status, words)
     assert not rebalances(front)
+
+
+VALUES = [
+    "null", "true", "-1", "0.5", "1e999", "9223372036854775808", "1" + "0" * 400, '""', '"x"', '"\\u0000"', "[null]",
+    "[[]]", "[[1e99]]", '["\\udc00"]', "[{}]", "{}", '"' + "9" * 5000 + '"', "[" * 5000, '["a:1", 5]',
+    "[[1,2,3,4],[5]]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("action", ["", "recv_expert_weight", "update_weight_from_tensor", "abort"])
+async def test_no_field_makes_a_5xx(make: Make, action: str) -> None:
+    front = front_end(make)
+    for path in (START, STATS, CHECK):
+        for name in ("user", "passwd", "run", "ips", "data", "clear_stat", "check_get_workloads", "action"):
+            for value in VALUES:
+                right = {} if name == "action" else {"action": f'"{action}"'}
+                content = ", ".join(f'"{key}": {text}' for key, text in {**right, name: value}.items())
+                response = await front.http.post(path, content=f"{{{content}}}")
+                assert response.status_code in (200, 400), (path, name, value[:60], response.text)
+                assert response.json()["code"] == int(response.status_code == 400)
+    assert not front.app.state.context.tasks
 
 
 async def test_a_start_is_led_after_the_reply(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +16,11 @@ from msgspec.structs import replace
 from headrace.client.base import Delta
 from headrace.config.options import EngineConfig, ModelConfig, ServeConfig
 from headrace.processing.embedding import finished
+from headrace.server.protocol.embeddings import EmbeddingRequest
 from headrace.testing.echo import EMBEDDING_SIZE, echo_embedding
 from headrace.testing.echo_app import MAX_MODEL_LEN, echo_app
 from headrace.testing.front_end import INFO, FrontEnd
-from headrace.types import FinishReason
+from headrace.types import POOLINGS, FinishReason
 
 Make = Callable[..., FrontEnd]
 
@@ -145,6 +147,12 @@ async def test_fields_of_other_routes_are_named_in_a_header(http: httpx.AsyncCli
     response = await http.post("/v1/embeddings", json={"input": "a", "n": 3, "stream": True, "tools": []})
     assert response.status_code == 200
     assert response.headers["X-Headrace-Unknown-Fields"] == "n,stream,tools"
+
+
+def test_the_ways_of_pooling_are_the_same_everywhere() -> None:
+    (option,) = [field for field in dataclasses.fields(ModelConfig) if field.name == "pooling"]
+    told = EmbeddingRequest.model_json_schema()["properties"]["pooling"]["anyOf"][0]["enum"]
+    assert tuple(option.metadata["choices"]) == tuple(told) == POOLINGS
 
 
 async def test_the_server_says_how_to_pool() -> None:

@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from headrace.server.protocol.chat import ChatCompletionRequest
 from headrace.server.protocol.common import RequestModel
 from headrace.server.protocol.completions import CompletionRequest
+from headrace.server.protocol.embeddings import EmbeddingRequest
 from headrace.server.protocol.generate import GenerateRequest, GenerateSampling
 from headrace.server.protocol.messages import MessagesRequest
 from headrace.server.protocol.responses import ResponsesRequest
@@ -93,6 +94,7 @@ async def test_ten_megabytes_in_each_field(http: httpx.AsyncClient) -> None:
     chat = '"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2'
     for path, base, models in (
         ("/v1/completions", '"prompt": "Hi", "max_tokens": 2', [CompletionRequest]),
+        ("/v1/embeddings", '"input": "Hi"', [EmbeddingRequest]),
         ("/v1/chat/completions", chat, [ChatCompletionRequest]),
         ("/v1/messages", chat, [MessagesRequest]),
         ("/v1/responses", '"input": "Hi", "max_output_tokens": 2', [ResponsesRequest]),
