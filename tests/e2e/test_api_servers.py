@@ -195,8 +195,8 @@ def test_a_drain_holds_for_both_and_ends_when_the_last_request_has(connect: Conn
     status, operation = one.ask("POST", "/v1/control/drain", {"wait": False})
     assert status == 202
     for end in (one, other):
-        status, reply = end.ask("GET", "/readyz")
-        assert (status, reply["reasons"]) == (503, ["draining"])
+        eventually(lambda end=end: end.ask("GET", "/readyz")[0] == 503)
+        assert end.ask("GET", "/readyz")[1]["reasons"] == ["draining"]
         status, reply = end.ask("POST", "/v1/completions", {"prompt": "x", "max_tokens": 1})
         assert (status, reply["error"]["code"]) == (503, "draining")
     running.read(10)

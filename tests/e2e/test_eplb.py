@@ -118,6 +118,53 @@ def test_all_end_in_one_map(servers: Servers) -> None:
     assert post(servers[1], "/get_per_expert_tokens_stats", clear_stat=True)["data"] != stats[1]
 
 
+def test_a_scheduler_that_leads_by_itself(servers: Servers) -> None:
+    """As FastDeploy's does, which knows no names of runs."""
+    old = experts(servers[0])["slots"]
+    answers = [generate(server) for server in servers]
+    loads = experts(servers[0])["tokens"]
+    for server in servers:
+        post(server, "/rearrange_experts", action="recv_expert_weight", data=loads)
+    for server in servers:
+        wait_for(lambda: post(server, "/check_redundant", action="check_load_weight_result")["data"] == [1, 1])  # noqa: B023
+        assert status(server) == "LOAD_SUCC"
+        assert experts(server)["slots"] == old
+        busy = httpx.post(server.url + "/rearrange_experts", json={**LOGIN, "ips": [address(server)]}, timeout=WAIT_S)
+        assert (busy.status_code, busy.json()["code"]) == (400, 1)
+    for server in servers:
+        post(server, "/rearrange_experts", action="update_weight_from_tensor")
+        assert status(server) == "DONE"
+    first, second = (experts(server)["slots"] for server in servers)
+    assert first == second != old
+    assert [generate(server) for server in servers] == answers
+
+
+def test_the_native_route_and_what_it_refuses(servers: Servers) -> None:
+    url = servers[0].url + "/v1/control/"
+
+    def rebalance(**fields: Any) -> httpx.Response:
+        return httpx.post(url + "rebalance_experts", json=fields, timeout=WAIT_S)
+
+    def code(response: httpx.Response) -> tuple[int, str]:
+        return response.status_code, response.json()["error"]["code"]
+
+    answer = generate(servers[0])
+    assert rebalance(action="plan").json()["result"][0]["decision"]["action"] == "apply"
+    assert rebalance(action="stage", run="monday").json()["result"][0]["run"]["state"] == "staged"
+    assert code(rebalance(action="commit", run="tuesday")) == (409, "stale_run")
+    assert code(rebalance()) == (409, "rebalance_open")
+    assert rebalance(action="commit", run="monday").json()["result"][0]["run"]["outcome"] == "committed"
+    assert code(rebalance(action="commit", run="monday")) == (409, "wrong_state")
+    assert code(rebalance(slots=[[0] * 10, [0] * 10])) == (400, "invalid_value")
+    assert generate(servers[0]) == answer
+    httpx.post(url + "begin_refresh", timeout=WAIT_S).raise_for_status()
+    try:
+        for action in ("apply", "begin", "stage"):
+            assert code(rebalance(action=action)) == (409, "refresh_open")
+    finally:
+        httpx.post(url + "abort_refresh", timeout=WAIT_S).raise_for_status()
+
+
 class HalfServer(BaseHTTPRequestHandler):
     """Says what it was sent to, and never gets to the end of anything but statistics."""
 

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -85,10 +84,7 @@ def stage(server: RunningServer, model: Path) -> None:
 
 def begin_refresh(server: RunningServer, model: Path) -> None:
     control(server, "begin_refresh", staged="always")
-    server.children(WORKER)[0].send_signal(signal.SIGSTOP)  # else it would be over at once
-    source = {"kind": "path", "path": str(model)}
-    threading.Thread(target=lambda: control(server, "apply_refresh", source=source), daemon=True).start()
-    eventually(lambda: server.get("/v1/control/status").json()["operation"] is not None, 5.0)
+    control(server, "apply_refresh", source={"kind": "path", "path": str(model)})
 
 
 def do_nothing(server: RunningServer, model: Path) -> None:

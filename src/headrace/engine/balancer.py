@@ -327,7 +327,7 @@ class ExpertBalancer:
         elif outcome == "failed":
             self.counts.num_failures += 1
             logger.error("experts: %s failed: %s; the map that was in force stays", run.id, error)
-        if self._policy is not None:
+        if self._policy is not None and outcome != "aborted":
             self._policy.record_move(time.time())
 
     def forget_staged(self, reason: str) -> None:

@@ -49,8 +49,7 @@ class Worker:
         self._process = subprocess.Popen(
             [sys.executable, "-m", MODULE, *map(str, descriptors)],
             stdin=subprocess.PIPE,  # held open: its end tells the worker that this process is gone
-            pass_fds=descriptors,
-            start_new_session=True,
+            pass_fds=descriptors,  # and in our process group, so that who kills that also ends one that hangs
         )
         for other in theirs:
             other.close()

@@ -79,12 +79,12 @@ class ControlPlane:
             running = self._start(message.operation, arguments, message.trace_parent)
             if wait:
                 running.waiters.append((client, message.call_id))
-            else:
-                self._emit(client, ControlDone(message.call_id, result=running.operation.as_object()))
         except RequestError as error:
             self._emit(client, ControlDone(message.call_id, error=error.info()))
             return
         self.advance()
+        if not wait:  # what it does at once is done when its sender hears of it
+            self._emit(client, ControlDone(message.call_id, result=running.operation.as_object()))
 
     def advance(self) -> None:
         """Lets the running operation go on as far as it can. Called at least once between two steps."""
