@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 
+import httpx
 import psutil
 
 from headrace.testing.server import RunningServer
@@ -44,7 +45,6 @@ def family(server: RunningServer) -> list[psutil.Process]:
 
 
 def test_a_killed_engine_ends_every_stream_and_the_server() -> None:
-    """H2."""
     with RunningServer([*MOCK, "--api-servers", "2", "--port", free_port()]) as server:
         children = family(server)
         streams = begin_streams(server.url, 6, max_tokens=LONG)
@@ -63,7 +63,6 @@ def test_a_killed_engine_ends_every_stream_and_the_server() -> None:
 
 
 def test_a_killed_engine_takes_even_a_front_end_that_hangs_with_it() -> None:
-    """H2, H3."""
     with RunningServer([*MOCK]) as server:
         children = family(server)
         os.kill(server.children(FRONT_END)[0].pid, signal.SIGSTOP)
@@ -89,7 +88,6 @@ def test_a_killed_front_end_is_restarted_and_keys_stay_secret() -> None:
 
 
 def test_a_stopped_engine_makes_readyz_503_until_it_goes_on_and_children_follow_a_killed_supervisor() -> None:
-    """H1, H3."""
     options = [*MOCK, "--heartbeat-timeout", "1.5", "--api-servers", "2", "--port", free_port()]
     with RunningServer(options) as server:
         children = family(server)
@@ -105,6 +103,21 @@ def test_a_stopped_engine_makes_readyz_503_until_it_goes_on_and_children_follow_
         begin_streams(server.url, 2, max_tokens=LONG)
         server.process.kill()
         eventually(lambda: all_gone(children), 5.0)
+
+
+def test_a_step_that_never_ends_ends_the_server_and_shows_where() -> None:
+    with RunningServer(["--mock-engine", "--mock-step-delay", "60", "--hang-timeout", "2"]) as server:
+        children = family(server)
+        begun_s = time.monotonic()
+        reply = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}, timeout=30.0)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_dead")
+        assert 2 < time.monotonic() - begun_s < 20
+        assert server.wait(10.0) == 1
+        assert all_gone(children)
+        output = "".join(server.output)
+        assert "the engine hangs (last heartbeats: rank 0 2 s ago)" in output
+        assert "most recent call first" in output
+        assert "in step" in output, "the stack of the step"
 
 
 def serve(*args: str) -> subprocess.CompletedProcess[str]:

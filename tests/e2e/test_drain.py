@@ -42,7 +42,7 @@ def test_sigterm_finishes_what_runs_and_refuses_what_comes() -> None:
 
 
 def test_after_the_drain_timeout_the_rest_ends_with_an_error() -> None:
-    """A11: what the server ends is an error in band."""
+    """What the server ends is an error in band."""
     with RunningServer([*MOCK, "--drain-timeout", "0.3"]) as server:
         streams = begin_streams(server.url, 8, max_tokens=LONG)
         server.process.send_signal(signal.SIGTERM)

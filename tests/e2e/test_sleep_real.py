@@ -42,7 +42,7 @@ def engine_bytes(server: RunningServer) -> int:
 
 
 def test_sleep_gives_the_memory_back(server: RunningServer) -> None:
-    """R5: the reply comes after the effect, and says what was freed."""
+    """The reply comes after the effect, and says what was freed."""
     before = answer(server)
     answer(server, "7 " * 1500, max_tokens=1)  # touches KV memory
     awake = engine_bytes(server)

@@ -87,7 +87,7 @@ def worst_probe_s(server: Surface, is_over: Callable[[], bool]) -> float:
 
 
 def test_livez_answers_while_ten_prompts_of_200_000_characters_arrive(server: Surface) -> None:
-    """H5: the worst of many probes on a warm connection. What this machine delays an idle server's answer is not
+    """The worst of many probes on a warm connection. What this machine delays an idle server's answer is not
     counted, and a busy machine gets three tries."""
     words = "many words of a long text, 123 of them; "
     text = (words * (NUM_CHARS // len(words) + 1))[:NUM_CHARS]
@@ -118,7 +118,7 @@ def test_livez_answers_while_ten_prompts_of_200_000_characters_arrive(server: Su
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_vanished_client_s_request_ends(server: Surface, stream: bool) -> None:
-    """A2, A3, A12: in both modes, every choice, and the engine computes no more of it."""
+    """In both modes, every choice, and the engine computes no more of it."""
     server.wait_until_idle(5)
     aborts = server.metric("headrace:aborts_total", reason="disconnect")
     body = {"prompt": "x", "max_tokens": LONG, "stream": stream, "n": 64}
@@ -135,7 +135,6 @@ def test_a_vanished_client_s_request_ends(server: Surface, stream: bool) -> None
 
 
 def test_clients_that_vanish_from_the_queue_never_run(server: Surface) -> None:
-    """A3, A4."""
     server.wait_until_idle(5)
     running = server.open({"prompt": "x", "max_tokens": LONG, "n": 64})
     server.wait_for(lambda load: load["running"] == 64)
@@ -149,7 +148,6 @@ def test_clients_that_vanish_from_the_queue_never_run(server: Surface) -> None:
 
 
 def test_abort_by_each_of_its_names_and_all(server: Surface) -> None:
-    """A10."""
 
     def abort(**body: Any) -> int:
         reply = server.http.post("/v1/control/abort", json=body).json()

@@ -177,7 +177,6 @@ def test_checkpoint_engine_is_refused_and_told_what_works(server: RunningServer)
 
 
 def test_slime_ends_its_rollouts_before_it_flushes(server: RunningServer) -> None:
-    """R16."""
     replies = []
     body = {"prompt": "x", "max_tokens": 30_000, "n": 4}
 

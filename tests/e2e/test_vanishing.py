@@ -39,7 +39,7 @@ def is_idle(server: RunningServer) -> bool:
 
 
 def test_a_stream_that_is_left_during_a_long_prefill_blocks_nothing() -> None:
-    """A6: health answers, others are served, and SIGTERM ends the process."""
+    """Health answers, others are served, and SIGTERM ends the process."""
     options = ["--mock-engine", "--mock-step-delay", "0.05", "--max-num-batched-tokens", "1024", "--drain-timeout", "1"]
     with RunningServer(options) as server:
         left = open_stream(server.url, prompt="x", max_tokens=LONG)
@@ -59,7 +59,7 @@ def test_a_stream_that_is_left_during_a_long_prefill_blocks_nothing() -> None:
 
 
 def test_a_thousand_streams_that_are_left_leave_nothing() -> None:
-    """A8: no drift in slots, blocks, queue or descriptors; the next requests are as quick as the first."""
+    """No drift in slots, blocks, queue or descriptors; the next requests are as quick as the first."""
     with RunningServer(["--mock-engine", "--max-num-seqs", "16"]) as server:
 
         def leave(count: int) -> None:

@@ -110,7 +110,7 @@ async def test_a_choice_can_be_aborted_alone(rig: Rig) -> None:
 
 
 async def test_abort_by_id_counts_choices_and_is_idempotent(rig: Rig) -> None:
-    """A2: the reply says how many were really alive."""
+    """The reply says how many were really alive."""
     stream = rig.client.submit(request := rig.request(n=3, max_tokens=LONG))
     await anext(aiter(stream))
     assert await rig.client.abort([request.request_id]) == 3
@@ -136,7 +136,7 @@ async def test_abort_by_name_and_all(rig: Rig) -> None:
 
 
 async def test_closing_a_queued_and_a_running_request_frees_them(rig: Rig) -> None:
-    """A2: the engine is told first."""
+    """The engine is told first."""
     running = rig.client.submit(rig.request(max_tokens=LONG))
     await anext(aiter(running))
     rig.gate.clear()
@@ -289,7 +289,6 @@ async def test_close_ends_open_streams_and_calls(rig: Rig) -> None:
 
 
 async def test_two_thousand_random_aborts_leave_nothing(rig: Rig) -> None:
-    """A1."""
     rng = random.Random(7)
 
     async def one(index: int) -> None:

@@ -35,7 +35,6 @@ REQUESTS: list[tuple[str, dict[str, Any], int]] = [
 
 @pytest.mark.parametrize("kind", ["inproc", "zmq"])
 async def test_permits_return_whatever_fails(kind: str) -> None:
-    """A9."""
     async with open_rig(kind) as rig:
         tokenizer = byte_tokenizer()
         tokenizer.__class__, tokenizer.chat_template = Fragile, None
@@ -62,7 +61,6 @@ async def test_permits_return_whatever_fails(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["inproc", "zmq"])
 async def test_permits_return_when_the_engine_dies(kind: str) -> None:
-    """A9."""
     async with open_rig(kind, fail_at_step=3) as rig:
         front_end = make_front_end(client=rig.client)  # type: ignore[arg-type]  # a real one
         try:

@@ -1,5 +1,5 @@
 """Promise 3 over several ranks: an answer's bits are those of one rank that computes it alone, whatever is cut and how,
-in a batch and in chunks, with a prefix cache, after preemption, prompt log probabilities among them.
+in a batch and in chunks, with a prefix cache, after preemption, prompt log probabilities and embeddings among them.
 """
 
 from __future__ import annotations
@@ -51,11 +51,10 @@ def moe(architecture: str, *spreads: tuple[int, bool, int], **changes: Any) -> K
     return Kind(architecture, spreads, sizes | changes)
 
 
-LLAMA = dense("llama", (2,), num_kv_heads=2)
 GEMMA = {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 3.0, "sliding_window": 20, "num_layers": 6}
 KINDS = {
-    "llama": dense("llama", (2, 4), num_kv_heads=2),  # 4 ranks share 2 KV heads
-    "qwen3": dense("qwen3", (3, 4), num_kv_heads=4),
+    "llama": dense("llama", (4,), num_kv_heads=2),  # 4 ranks share 2 KV heads
+    "qwen3": dense("qwen3", (3,), num_kv_heads=4),
     "gemma3": dense("gemma3_text", (2,), has_tied_head=True, query_pre_attn_scalar=16, **GEMMA),
     "int8 KV": Kind("llama", ((2, False, 0),), options={"kv_cache_dtype": "int8"}),
     "w8": Kind("llama", ((2, False, 0),), options={"quantization": "w8"}),
@@ -77,7 +76,8 @@ def cases() -> list[Case]:
     rng = random.Random(11)
     prompts = [tuple(rng.randrange(256) for _ in range(length)) for length in LENGTHS]
     prompts += [(*prompt, 7, 8, 9) for prompt in prompts]
-    return [Case(prompt, PARAMS[i % 3]) for i, prompt in enumerate(prompts)]
+    pooled = [Case(prompts[4], SamplingParams(pooling=pooling)) for pooling in ("last", "mean")]
+    return [*(Case(prompt, PARAMS[i % 3]) for i, prompt in enumerate(prompts)), *pooled]
 
 
 @pytest.fixture(scope="module")

@@ -172,6 +172,28 @@ def test_a_question_may_fail_and_no_more(rig: RankRig) -> None:
     assert rig.bits() == before
 
 
+def test_experts_for_which_one_rank_has_no_room(rig: RankRig) -> None:
+    """E1. What serves has not changed, so nothing ends but the run."""
+    before, bits, backend = rig.balancer.current, rig.bits(), rig.real._own._backend  # type: ignore[attr-defined]
+
+    def blank(kind: str, rows: int, cols: int) -> None:
+        raise MemoryError("no room here")
+
+    target = random_map(before, np.random.default_rng(0))
+    backend.blank = blank
+    with pytest.raises(FailedRequest, match="no room here"):
+        rig.control("rebalance_experts", slots=target.slots_LP.tolist())
+    assert rig.balancer.run is not None
+    assert (rig.balancer.run.state, rig.balancer.run.outcome) == ("free", "failed")
+    del backend.blank
+    workers_of(rig).check()
+    assert rig.balancer.current == before
+    assert rig.bits() == bits
+    rig.control("rebalance_experts", slots=target.slots_LP.tolist())
+    rig.check_experts()
+    assert rig.bits() == bits
+
+
 def test_what_is_given_up_is_given_back(rig: RankRig, model: Path) -> None:
     """A stage that was aborted, or only compared with, is gone on every rank."""
     rig.control("begin_refresh", staged="always")

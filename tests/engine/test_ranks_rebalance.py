@@ -72,7 +72,7 @@ def rig(slow: RankRig) -> RankRig:
 def test_any_map_at_any_step(
     name: str, request: pytest.FixtureRequest, expected: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """E2. Requests come and go all the while, several at a time."""
+    """Requests come and go all the while, several at a time."""
     monkeypatch.setattr(state, "Background", SlowWork)  # nobody waits for a thread
     rig: RankRig = request.getfixturevalue(name)
     rng = np.random.default_rng(0)
@@ -104,6 +104,37 @@ def test_any_map_at_any_step(
     rig.check_experts()
 
 
+@pytest.mark.parametrize("name", ["quick", "slow"])
+def test_the_same_weights_anew_between_maps(
+    name: str, request: pytest.FixtureRequest, expected: list[object], model: Path
+) -> None:
+    """Threads read and pack them beside the steps."""
+    rig: RankRig = request.getfixturevalue(name)
+    rng = np.random.default_rng(1)
+    requests: list[tuple[int, int]] = []
+    for number in range(12):
+        target = random_map(rig.balancer.current, rng)
+        operations: list[tuple[str, dict[str, Any]]] = [
+            ("rebalance_experts", {"slots": target.slots_LP.tolist()}),
+            (
+                "refresh_weights",
+                {"source": {"kind": "path", "path": str(model)}, "staged": ("always", "never")[number % 2]},
+            ),
+        ]
+        for operation, arguments in operations:
+            call = rig.start(operation, **arguments)
+            while call not in rig.answers:
+                while rig.core.num_live < 4:
+                    prompt = int(rng.integers(len(PROMPTS)))
+                    requests.append((prompt, rig.begin(PROMPTS[prompt], max_tokens=12)))
+                rig.turn()
+            assert rig.answers[call].error is None
+    rig.run()
+    for prompt, request_id in requests:
+        assert rig.bits_of(request_id) == expected[prompt]
+    rig.check_experts()
+
+
 def begin_change(rig: RankRig, action: str) -> tuple[int, np.ndarray, np.ndarray]:
     """A change under way, with requests beside it: its call, the map before and the one that is wanted, in which the
     two ranks have changed places."""
@@ -127,7 +158,7 @@ def finish_change(rig: RankRig, call: int) -> Any:
 @pytest.mark.parametrize("how", ["cancelled", "late"])
 @pytest.mark.parametrize("action", ["stage", "apply"])
 def test_what_ends_while_it_moves(rig: RankRig, expected: list[object], action: str, how: str) -> None:
-    """E1. The map that was in force stays, of each layer that was not reached."""
+    """The map that was in force stays, of each layer that was not reached."""
     num_failures = rig.balancer.counts.num_failures
     call, before, target = begin_change(rig, action)
     while action == "apply" and np.array_equal(rig.balancer.current.slots_LP, before):

@@ -4,6 +4,7 @@ would with the same weights, and every question about weights has the same answe
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.config.options import ModelConfig
 from headrace.errors import FailedRequest
 from headrace.executor import multiproc
 from headrace.kernels import has_native
+from headrace.models.stage import WeightStage
 from headrace.testing.ranks import RankRig, random_map
 from headrace.testing.refresh_rig import raw_source
 from headrace.testing.tiny import write_tiny_model
@@ -32,7 +35,7 @@ SPREADS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """A model per seed: a layer with experts, a dense one, and another with experts."""
+    """A model per seed: a layer with experts, a dense one, and another with experts; ranks share the one KV head."""
     root = tmp_path_factory.mktemp("models")
     made: dict[int, Path] = {}
 
@@ -40,7 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         if seed not in made:
             made[seed] = write_tiny_model(
                 root / f"{seed}", architecture="qwen3_moe", seed=seed, num_layers=3, mlp_only_layers=[1], num_experts=6,
-                expert_size=40, hidden_size=64,
+                expert_size=40, hidden_size=64, num_kv_heads=1,
             )  # fmt: skip
         return made[seed]
 
@@ -207,6 +210,51 @@ def test_sleep(rig: RankRig, fresh: Callable[[int], object], tags: list[str]) ->
     rig.control("wake")
     assert rig.core.lifecycle.state == "ready"
     assert rig.bits() == fresh(1)
+
+
+def test_kv_memory_that_is_there_stays(rig: RankRig, fresh: Callable[[int], object]) -> None:
+    request = rig.begin()
+    rig.step(3)
+    rig.real.restore_kv()
+    rig.run()
+    assert rig.bits_of(request) == fresh(1)
+
+
+def test_a_refresh_that_was_given_up_does_not_meet_the_next_one(
+    rig: RankRig, models: Models, fresh: Callable[[int], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread of the first still works when the second begins."""
+    entered, may_go_on, take = threading.Event(), threading.Event(), WeightStage.take
+
+    def slow_take(stage: WeightStage, tensors: Any) -> None:
+        entered.set()
+        assert may_go_on.wait(20.0)
+        take(stage, tensors)
+
+    monkeypatch.setattr(WeightStage, "take", slow_take)
+    call = rig.start("refresh_weights", source=path_of(models(3)), staged="always")
+    assert entered.wait(20.0)
+    rig.start("cancel")
+    assert rig.answers[call].error is not None
+    assert rig.bits() == fresh(1)
+    call = rig.start("refresh_weights", source=path_of(models(2)), staged="always")
+    assert rig.bits() == fresh(1), "it waits for the first one's thread"
+    may_go_on.set()
+    while call not in rig.answers:
+        rig.turn()
+    assert rig.answers[call].error is None
+    assert rig.bits() == fresh(2)
+
+
+def test_a_sparse_change_of_rounded_weights_is_refused(models: Models, tmp_path: Path) -> None:
+    messages = []
+    for size in (1, 2):
+        rig = RankRig(models(1), size, model=ModelConfig(threads=1, quantization="w8"))
+        with pytest.raises(FailedRequest, match="kept in w8: a sparse change would round it all anew") as caught:
+            rig.control("refresh_weights", source=sparse_source(EXPERT_NAMES[0], tmp_path / "sparse"), delta=True)
+        messages.append(str(caught.value))
+        rig.close()
+    assert messages[0] == messages[1]
 
 
 def test_what_one_rank_cannot_take_ends_the_refresh_alone(

@@ -228,6 +228,11 @@ class ServerConfig:
     heartbeat_timeout: float = option(
         10.0, "seconds without a heartbeat after which the engine counts as stalled", above=0
     )
+    hang_timeout: float = option(
+        300.0,
+        "seconds without a heartbeat after which the server ends, with the stacks of the engine and its ranks in the log",
+        minimum=2,
+    )
     startup_timeout: float = option(600.0, "seconds that the engine may take to load", above=0)
     mock_engine: bool = option(False, "EchoModel in place of a model: for tests of the front end")
     mock_step_delay: float = option(0.0, "seconds that a step of the mock engine takes", minimum=0, maximum=60)

@@ -47,6 +47,11 @@ class Child:
         with contextlib.suppress(OSError):
             self._process.stdin.close()
 
+    def show_stacks(self) -> None:
+        """Makes it and its own children write the stacks of their threads to the log; they need a moment for that."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGUSR1)
+
     def kill(self) -> None:
         """The child and whatever it started, at once; also harmless when it is gone."""
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -21,6 +21,7 @@ from headrace.config.options import ServeConfig
 from headrace.control.announce import ready_lines
 from headrace.control.children import explain_exit, start_engine
 from headrace.control.front_ends import FrontEnds
+from headrace.control.hang import HangWatch
 from headrace.control.listen import open_listeners, url_of
 from headrace.control.runtime_dir import RuntimeDir
 from headrace.control.wakeup import SignalWakeup
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 _TICK_S: Final = 0.1
 _STARTING_TICK_S: Final = 0.02  # until it is ready
 # How long each part of the end may take. Their sum stays under the 10 s within which everything is gone.
+_STACKS_S: Final = 0.5  # a hung engine writes its stacks
 _FLUSH_S: Final = 3.0  # front ends write the error of a dead engine to every open stream
 _MIN_FLUSH_S: Final = 0.3  # until then they may not have noticed
 _FRONT_ENDS_STOP_S: Final = 3.5
@@ -88,6 +90,7 @@ class Supervisor:
         self._front_ends = front_ends
         self._wakeup = wakeup
         self._log_level = LogLevelFollower(board, set_level)
+        self._hang = HangWatch(self._server.hang_timeout)
         self._url = url
         self._started_s = started_s
         self._is_ready = False
@@ -108,6 +111,9 @@ class Supervisor:
         while True:
             if self._has_engine_ended():
                 return self._end_with_engine()
+            if self._is_ready and self._has_engine_hung():
+                self._show_and_kill_engine()
+                continue
             self._tend_front_ends()
             self._log_level.look()
             signals = self._wakeup.stop_signals
@@ -125,6 +131,21 @@ class Supervisor:
 
     def _has_engine_ended(self) -> bool:
         return not self._engine.is_running or self._board.read_engine().state == EngineState.DEAD
+
+    def _has_engine_hung(self) -> bool:
+        return self._hang.is_hung(self._board.read_engine().heartbeat_ns, time.monotonic())
+
+    def _show_and_kill_engine(self) -> None:
+        """What a step waits for will not come any more; a process that is gone can be started again."""
+        num_ranks = self._launch.config.engine.parallel.tensor_parallel_size
+        ages = [self._board.read_engine().heartbeat_age_s]
+        ages += [self._board.read_worker(rank).heartbeat_age_s for rank in range(1, num_ranks)]
+        told = ", ".join(f"rank {rank} {age_s:.0f} s" for rank, age_s in enumerate(ages))
+        logger.error("the engine hangs (last heartbeats: %s ago); its stacks follow, then it is killed", told)
+        self._engine.show_stacks()
+        self._wait(lambda: not self._engine.is_running, _STACKS_S)
+        self._engine.kill()
+        self._engine.reap()
 
     def _end_with_engine(self) -> int:
         self._write(engine_is_dead=1)

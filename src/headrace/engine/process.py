@@ -25,7 +25,7 @@ from headrace.observability.logs import configure_logging, set_level
 from headrace.transport.board import EngineState, StatusBoard
 from headrace.transport.log_level import LogLevelFollower
 from headrace.transport.messages import EngineInfo
-from headrace.transport.parent_watch import ParentWatch, leave_signals_to_supervisor
+from headrace.transport.parent_watch import ParentWatch, leave_signals_to_supervisor, show_stacks_on_request
 from headrace.transport.stats import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ _SWITCH_INTERVAL_S: Final = 0.0005
 
 def main(argv: list[str]) -> int:
     leave_signals_to_supervisor()
+    show_stacks_on_request()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     watch = ParentWatch()
     launch = Launch.read(Path(argv[1]))

@@ -145,7 +145,7 @@ class ExpertMoves:
             self._shapes[transfer.key] = self._shelf.describe(*transfer.key)
         if any(by_source[1:]):
             calls = [wire.DescribeExperts([each.key for each in by_source[rank]]) for rank in range(1, size)]
-            for own, reply in zip(by_source[1:], self._workers.call_each(calls, "between"), strict=True):
+            for own, reply in zip(by_source[1:], self._workers.call_each(calls, "between", may_fail=True), strict=True):
                 assert isinstance(reply, wire.Shapes), "that is the answer"
                 self._shapes.update(zip((transfer.key for transfer in own), reply.shapes, strict=True))
         for transfer in transfers:
@@ -161,4 +161,5 @@ class ExpertMoves:
             [wire.MoveExperts(given[rank], taken[rank], shapes) for rank in ranks[1:]],
             "between",
             meanwhile=lambda: self._shelf.move(given[0], taken[0], shapes),
+            may_fail=True,  # what was taken is nobody's yet
         )

@@ -168,7 +168,7 @@ class MultiprocExecutor:
         self._info = replace(
             self._own.info, kv_bytes_per_token=sum(map(backend.kv_bytes_per_token, specs)), num_ranks=sharding.size
         )
-        self._kv_shape = (0, 0)
+        self._kv_shape, self._has_kv = (0, 0), False
         shelf = ExpertShelf(weights, backend, group)
         self.expert_moves = None if weights.shard.experts is None else ExpertMoves(weights, shelf, self._workers)
 
@@ -177,7 +177,7 @@ class MultiprocExecutor:
         return self._info
 
     def allocate(self, num_blocks: int, block_size: int, max_num_seqs: int) -> None:
-        self._kv_shape = num_blocks, block_size
+        self._kv_shape, self._has_kv = (num_blocks, block_size), True
         self._own.allocate(num_blocks, block_size, max_num_seqs)
         self._workers.call(wire.AllocateKV(*self._kv_shape), "between")
 
@@ -257,10 +257,14 @@ class MultiprocExecutor:
         return [name for name in self.weight_names() if name in names]
 
     def free_kv(self) -> None:
-        self._workers.call(wire.FreeKV(), "between", meanwhile=self._own.free_kv)
+        if self._has_kv:
+            self._workers.call(wire.FreeKV(), "between", meanwhile=self._own.free_kv)
+            self._has_kv = False
 
     def restore_kv(self) -> None:
-        self._workers.call(wire.AllocateKV(*self._kv_shape), "between", meanwhile=self._own.restore_kv)
+        if not self._has_kv:  # workers would lose what they hold
+            self._workers.call(wire.AllocateKV(*self._kv_shape), "between", meanwhile=self._own.restore_kv)
+            self._has_kv = True
 
     # ------------------------------------------------------------------ experts
 

@@ -32,7 +32,7 @@ from headrace.observability.logs import configure_logging
 from headrace.transport import worker as wire
 from headrace.transport.board import StatusBoard, WorkerRecord
 from headrace.transport.frames import receive_frame, send_frame
-from headrace.transport.parent_watch import ParentWatch, leave_signals_to_supervisor
+from headrace.transport.parent_watch import ParentWatch, leave_signals_to_supervisor, show_stacks_on_request
 from headrace.weights.checkpoint import fingerprint
 from headrace.weights.tensor import CheckpointTensor, TensorKind
 
@@ -173,6 +173,7 @@ def _answer(rank: Rank, data: bytes, descriptor: int | None) -> wire.Reply:
 
 def main(argv: list[str]) -> int:
     leave_signals_to_supervisor()
+    show_stacks_on_request()
     ParentWatch()
     group_descriptor, *channels = map(int, argv[1:])
     between, beside = (socket.socket(fileno=each) for each in channels)

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -73,14 +74,17 @@ class Worker:
     def wait(self) -> int:
         return self._process.wait()
 
-    def close(self) -> None:
-        """Ends the process: in order, or by force after a while."""
+    def let_go(self) -> None:
+        """Tells the process to end."""
         for channel in self._channels.values():
             channel.close()
         assert self._process.stdin is not None, "made with a pipe"
         self._process.stdin.close()
+
+    def close(self, deadline_s: float) -> None:
+        """Ends the process: by itself, or by force at a time of time.monotonic()."""
         try:
-            self._process.wait(_STOP_WAIT_S)
+            self._process.wait(max(0.0, deadline_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -182,7 +186,10 @@ class Workers:
             self._is_closing = True
         self._group.fail()  # ends their wait for steps
         for worker in self._workers:
-            worker.close()
+            worker.let_go()
+        deadline_s = time.monotonic() + _STOP_WAIT_S
+        for worker in self._workers:
+            worker.close(deadline_s)
         self._workers = []
 
     def _watch(self, worker: Worker) -> None:

@@ -65,7 +65,7 @@ class WeightStage:
         self._packer = backend.packer()
         self._layouts = list(layouts)
         self._base = base
-        self._read_base = read_base or self._read_own
+        self._read_base = read_base  # not a method of its own by default: in a cycle, old weights would outlive their use
         self._layout: Layout | None = None  # decided by the first tensors
         self._units: Mapping[str, Unit] = {}
         self._unit_of: Mapping[str, str] = {}
@@ -151,7 +151,7 @@ class WeightStage:
         """Of a tensor in the weights that are changed."""
 
         def read(ours: str) -> np.ndarray:
-            values, kind = self._read_base(ours)
+            values, kind = (self._read_base or self._read_own)(ours)
             if kind in ROUNDED_KINDS:
                 raise InvalidRequest(
                     f"Tensor {name[:80]!r} is kept in {kind}: a sparse change would round it all anew; send it whole.",

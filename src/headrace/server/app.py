@@ -38,7 +38,10 @@ from headrace.server.version import VERSION
 
 LAG_INTERVAL_S = 0.02  # a gap shorter than that may go unseen, a longer one does not
 LAST_SPANS_S = 1.0  # the supervisor waits a little more than that for a front end to go
-DESCRIPTION = "OpenAI-compatible inference. Errors are `{error: {message, type, param, code}}` on every route."
+DESCRIPTION = (
+    "OpenAI-compatible inference. Errors are `{error: {message, type, param, code}}` on every route. "
+    "The routes of SGLang, vLLM, TRL, AReaL and FastDeploy are not listed here: see docs/rl.md and docs/fastdeploy.md."
+)
 
 
 def create_app(

@@ -40,8 +40,8 @@ def json_response(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type=JSON)
 
 
-def internal_error() -> ErrorInfo:
-    return InternalError("The server failed on this request. Its log has the details under the request id.").info()
+def internal_error(request_id: str) -> ErrorInfo:
+    return InternalError(f"The server failed on this request; its log has the details under {request_id}.").info()
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -61,7 +61,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     """What the router itself refuses: unknown routes and methods."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return error_response(NotFound(f"There is no route {request.url.path}.").info())
+        return error_response(NotFound(f"There is no route {request.url.path}.{_hint(request)}").info())
     headers = dict(error.headers or {})
     if error.status_code == 405:
         message = (
@@ -71,6 +71,14 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     kind = InternalError if error.status_code >= 500 else InvalidRequest
     info = msgspec.structs.replace(kind(str(error.detail)).info(), status=error.status_code)
     return error_response(info, headers)
+
+
+def _hint(request: Request) -> str:
+    """For a base URL with a /v1 too many or too few, or a slash at the end."""
+    path = request.url.path
+    known = {getattr(route, "path", None) for route in request.app.routes}
+    meant = next((near for near in (path.rstrip("/"), f"/v1{path}", path.removeprefix("/v1")) if near in known), None)
+    return "" if meant is None else f" Did you mean {meant}?"
 
 
 async def _on_validation_error(_: Request, error: Exception) -> Response:

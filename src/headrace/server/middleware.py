@@ -84,7 +84,7 @@ class RequestMiddleware:
             state["log"].setdefault("error", "internal_error")
             logger.exception("request failed", extra={"headrace_fields": {"request_id": state["request_id"]}})
             if not status:
-                await error_response(internal_error())(scope, receive, tagged)
+                await error_response(internal_error(state["request_id"]))(scope, receive, tagged)
         finally:
             ended = time.monotonic()
             level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO

@@ -36,7 +36,7 @@ from headrace.server.middleware import past_middleware
 from headrace.transport.board import EngineState, FrontEndState, StatusBoard, SupervisorState
 from headrace.transport.log_level import LogLevelFollower
 from headrace.transport.messages import EngineInfo
-from headrace.transport.parent_watch import ParentWatch, leave_signals_to_supervisor
+from headrace.transport.parent_watch import ParentWatch, leave_signals_to_supervisor, show_stacks_on_request
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ _DRAINED: Final = ErrorInfo(
 
 def main(argv: list[str]) -> int:
     leave_signals_to_supervisor()
+    show_stacks_on_request()
     watch = ParentWatch()
     launch, index = Launch.read(Path(argv[1])), int(argv[2])
     observability = launch.config.observability

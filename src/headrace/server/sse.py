@@ -139,7 +139,7 @@ class EventStream(Response):
             fields = {"request_id": generation.log_id}
             logger.exception("stream failed", extra={"headrace_fields": fields})
             generation.note_error("internal_error")
-            tail = reply.fail(internal_error(), generation.usage)
+            tail = reply.fail(internal_error(generation.log_id), generation.usage)
         await send({"type": "http.response.body", "body": tail, "more_body": False})
 
 

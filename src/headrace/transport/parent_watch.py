@@ -1,11 +1,12 @@
 """How a child process learns that it should go: its standard input is a pipe that only the supervisor holds open.
 
 End of file means that the supervisor closed it (an ordered stop) or died, by whatever signal: the kernel closes the
-pipe in every case, so no child ever outlives its supervisor. Used by the engine and front-end processes.
+pipe in every case, so no child ever outlives its supervisor. Used by the engine, worker and front-end processes.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import signal
@@ -44,3 +45,8 @@ def leave_signals_to_supervisor() -> None:
     """A service manager may send SIGTERM to every process of the server; the supervisor alone acts on it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def show_stacks_on_request() -> None:
+    """SIGUSR1 writes the stack of every thread to stderr, whatever the process is doing, and disturbs nothing."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)

@@ -259,7 +259,6 @@ def test_one_failing_sequence_ends_alone_and_leaves_no_cache_behind() -> None:
 @pytest.mark.parametrize("state", ["waiting", "follower", "prefill", "decoding", "preempted", "finished", "unknown"])
 @pytest.mark.parametrize("how", ["id", "name", "alias", "all", "client"])
 def test_abort_finds_the_request_in_every_state(state: str, how: str) -> None:
-    """A1."""
     harness = EngineHarness(
         num_blocks=6, block_size=4, max_num_seqs=2, max_num_batched_tokens=4, max_model_len=24, prefix_caching=False
     )
@@ -335,7 +334,6 @@ def test_ids_are_the_senders_own_and_names_are_everybodys() -> None:
 
 
 def test_the_servers_own_abort_is_an_error_to_the_sender() -> None:
-    """A11."""
     harness = EngineHarness()
     theirs = harness.submit([1], max_tokens=9)
     ours = harness.submit([2], max_tokens=9)
@@ -348,7 +346,6 @@ def test_the_servers_own_abort_is_an_error_to_the_sender() -> None:
 
 
 def test_two_thousand_requests_with_aborts_leave_nothing() -> None:
-    """A8."""
     harness = EngineHarness(num_blocks=40, block_size=4)
     core = harness.core
     for i in range(2000):

@@ -185,7 +185,6 @@ async def test_a_conflict_leaves_the_refresh_alone() -> None:
 
 
 async def test_what_needs_an_idle_server() -> None:
-    """R16."""
     busy = dialect_front_end(num_running=2)
     for path in ("/flush_cache", "/release_memory_occupation"):
         response = await busy.http.post(path)

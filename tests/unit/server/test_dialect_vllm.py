@@ -170,7 +170,6 @@ async def test_trl_s_health_is_ours() -> None:
 
 
 async def test_what_went_wrong_in_the_background_is_told_by_the_next_call() -> None:
-    """R15."""
     for path, body in (("/reset_prefix_cache/", None), ("/areal_update_weights_xccl", {})):
         front_end = dialect_front_end(refresh=OPEN_REFRESH)
         failed = {**operation_object("apply_refresh", state="failed"), "error": {"message": "the sender is gone"}}

@@ -63,7 +63,6 @@ def held() -> FakeClient:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_leaving_the_queue(make: Make, held: FakeClient, stream: bool, path: str) -> None:
-    """A3, A4."""
     body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "stream": stream, "n": 4}
     caller = Caller(make(client=held), body, path)
     await asyncio.wait_for(held.submitted.wait(), 5)
@@ -74,7 +73,6 @@ async def test_leaving_the_queue(make: Make, held: FakeClient, stream: bool, pat
 
 
 async def test_leaving_in_the_middle_of_a_stream(make: Make) -> None:
-    """A3, A12."""
     client = FakeClient()
 
     def script(submit: Submit) -> Iterable[list[Delta]]:
@@ -151,7 +149,6 @@ async def test_cancelling_the_handler_ends_the_request(make: Make, held: FakeCli
 
 
 async def test_no_task_is_left_behind(make: Make, held: FakeClient) -> None:
-    """A8."""
     front_end = make(client=held)
     before = len(asyncio.all_tasks())
     for stream in (False, True) * 10:

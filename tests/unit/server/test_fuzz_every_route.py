@@ -46,7 +46,7 @@ def routes() -> Iterator[tuple[str, str, list[type[RequestModel]]]]:
             names = inspect.getclosurevars(route.endpoint)
             named = {**names.globals, **names.nonlocals}.values()
             models = [it for it in named if isinstance(it, type) and issubclass(it, RequestModel)]
-            for method in sorted(route.methods - {"GET", "DELETE"}):
+            for method in sorted(route.methods - {"GET", "HEAD", "DELETE"}):
                 yield method, route.path.replace("{operation_id}", "op-1").replace("{response_id}", "r"), models
 
 

@@ -83,14 +83,15 @@ async def test_ready(front_end: FrontEnd) -> None:
     ],
 )
 async def test_not_ready_says_why(make: Make, status: EngineStatus, reasons: list[str]) -> None:
-    """H1, H7."""
     front_end = make(client=FakeClient(engine_status=status))
     for path in READY:
         response = await front_end.http.get(path)
         assert response.status_code == 503
         body = response.json()
         assert (body["status"], body["reasons"], body["error"]["code"]) == ("not_ready", reasons, reasons[0])
+        assert (await front_end.http.head(path)).status_code == 503
     assert (await front_end.http.get("/livez")).status_code == 200
+    assert (await front_end.http.head("/livez")).status_code == 200
     assert not front_end.client.streams
 
 
@@ -116,7 +117,6 @@ async def test_draining_is_not_ready(front_end: FrontEnd) -> None:
 
 
 async def test_health_generate_sends_one_token_through_the_queue(front_end: FrontEnd) -> None:
-    """H8."""
     await front_end.http.get("/health_generate")
     submit = front_end.submit
     assert (submit.params.max_tokens, submit.timeout_s) == (1, PROBE_TIMEOUT_S)
@@ -126,7 +126,7 @@ async def test_health_generate_sends_one_token_through_the_queue(front_end: Fron
 
 @pytest.mark.parametrize("state", ["asleep", "updating", "poisoned"])
 async def test_probes_without_weights_say_so_at_once(make: Make, state: str) -> None:
-    """H9: a monitor that gives up after 5 s gets a reason, and no request waits for a trainer."""
+    """A monitor that gives up after 5 s gets a reason, and no request waits for a trainer."""
     reasons = lifecycle_reasons(Lifecycle(state=state))
     front_end = make(client=FakeClient(engine_status=EngineStatus(is_ready=False, reasons=reasons)))
     response = await front_end.http.get("/health_generate")

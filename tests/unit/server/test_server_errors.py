@@ -36,7 +36,10 @@ def check(response: httpx.Response, status: int, code: str, param: str | None = 
 
 async def test_what_the_router_refuses(front_end: FrontEnd) -> None:
     error = check(await front_end.http.get("/nothing/here"), 404, "not_found")
-    assert "/nothing/here" in error["message"]
+    assert error["message"] == "There is no route /nothing/here."
+    for path in ("/chat/completions", "/v1/v1/chat/completions", "/v1/chat/completions/"):
+        error = check(await front_end.post(path, {}), 404, "not_found")
+        assert error["message"] == f"There is no route {path}. Did you mean /v1/chat/completions?"
     response = await front_end.http.get("/v1/completions")
     assert "POST" in check(response, 405, "method_not_allowed")["message"]
     assert response.headers["allow"] == "POST"
@@ -124,7 +127,7 @@ async def test_a_bug_of_ours_is_a_500_whose_details_stay_in_the_log(
 ) -> None:
     front_end = make(client=_Broken())
     response = await front_end.complete(stream=stream)
-    check(response, 500, "internal_error")
+    assert response.headers[REQUEST_ID] in check(response, 500, "internal_error")["message"]
     assert "secret" not in response.text
     (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert record.headrace_fields["request_id"] == response.headers[REQUEST_ID]  # type: ignore[attr-defined]
@@ -164,7 +167,6 @@ async def test_a_bad_request_id_is_refused_and_not_echoed(front_end: FrontEnd, v
 
 
 async def test_request_ids_are_kept_for_reply_and_abort(front_end: FrontEnd) -> None:
-    """A10."""
     response = await front_end.complete()
     own = response.headers[REQUEST_ID]
     assert len(own) == 32
@@ -223,6 +225,7 @@ LATER = {
         ("chat", "tool_choice", {"type": "function", "function": {"name": "f"}}),
         ("chat", "functions", []),
         ("chat", "modalities", ["text", "audio"]),
+        *(("chat", field, "a+") for field in ("grammar", "ebnf", "regex", "json_schema")),  # never ignored in silence
         ("complete", "suffix", "end"),
         ("complete", "best_of", 3),
     ],
@@ -298,7 +301,9 @@ async def test_a_failure_of_ours_in_a_stream_is_an_error_frame(make: Make, caplo
     response = await front_end.chat(stream=True)
     frames = response.text.strip().split("\n\n")
     assert frames[-1] == "data: [DONE]"
-    assert json.loads(frames[-2].removeprefix("data: "))["error"]["code"] == "internal_error"
+    error = json.loads(frames[-2].removeprefix("data: "))["error"]
+    assert error["code"] == "internal_error"
+    assert response.headers[REQUEST_ID] in error["message"]
     assert "secret" not in response.text
     assert front_end.client.streams[0].closed == "error"
     assert any(record.exc_info for record in caplog.records)

@@ -48,7 +48,7 @@ async def test_spans_end_where_a_stop_string_cuts(make: Make, ask: str) -> None:
 
 @pytest.mark.parametrize("ask", ["chat", "complete"])
 async def test_what_a_control_operation_ends_comes_as_far_as_it_is(make: Make, ask: str) -> None:
-    """A11: what a trainer ends is a partial result, and its reason says so."""
+    """What a trainer ends is a partial result, and its reason says so."""
 
     def script(submit: Submit) -> Iterable[list[Delta]]:
         yield [Delta(0, list(b"so"), weights_versions=((0, "one"),))]

@@ -39,8 +39,9 @@ def tool_choice_grammar(
         raise InvalidRequest("tool_choice required needs tools.", param="tool_choice")
     form = _FORMS.get(parser)
     if form is None:
+        why = "tool calls are of a form that cannot be enforced" if parser else "chat template has no tool calls"
         raise InvalidRequest(
-            "tool_choice must be none or auto: the served model's tool calls are of a form that cannot be enforced.",
+            f"tool_choice must be none or auto: the served model's {why} (see --tool-parser).",
             param="tool_choice",
             code="unsupported_field",
         )

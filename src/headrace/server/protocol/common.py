@@ -24,6 +24,10 @@ TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 TOKEN_LISTS = {"anyOf": [TOKEN_IDS, {"type": "array", "items": TOKEN_IDS}]}
 
 UNSUPPORTED_EVERYWHERE = {
+    "grammar": "use guided_grammar (Lark or GBNF).",
+    "ebnf": "use guided_grammar.",
+    "regex": "use guided_regex.",
+    "json_schema": "use response_format or guided_json.",
     "guided_whitespace_pattern": "use structured_outputs with json and whitespace_pattern.",
     "reasoning_max_tokens": "thoughts are told apart on /v1/chat/completions alone.",
     "thinking_token_budget": "thoughts are told apart on /v1/chat/completions alone.",

@@ -4,6 +4,7 @@
 /readyz, /health   200, or 503 with the reasons: starting, draining, engine_dead, engine_stalled, rank_1_stalled, ...;
                    of a model on several ranks also the heartbeat of each
 /ping              the same, also by POST
+HEAD               to any of these answers with the status alone
 /health_generate   one token through the real queue, first in line; 503 or 504 with the reason after 4.5 s at most;
                    while paused 200 without a token
 /version
@@ -33,6 +34,7 @@ router = APIRouter(tags=["Probes"])
 
 
 @router.get("/livez", **describe(None, Readiness))
+@router.head("/livez", include_in_schema=False)
 async def livez() -> Response:
     """Answers while the process and its event loop are alive."""
     return json_response({"status": "alive", "reasons": []})
@@ -42,6 +44,9 @@ async def livez() -> Response:
 @router.get("/health", **describe(None, Readiness))
 @router.get("/ping", **describe(None, Readiness))
 @router.post("/ping", **describe(None, Readiness))
+@router.head("/readyz", include_in_schema=False)
+@router.head("/health", include_in_schema=False)
+@router.head("/ping", include_in_schema=False)
 async def readyz(request: Request) -> Response:
     """Whether requests are served; 503 with the reasons when not."""
     return _readiness(context_of(request))

@@ -40,7 +40,7 @@ def slow() -> Iterator[None]:
 
 @pytest.mark.parametrize("mode", ["abort", "keep"])
 def test_a_pause_takes_no_step(mode: str) -> None:
-    """R10: it is answered at once, whatever runs; nobody sleeps around it."""
+    """It is answered at once, whatever runs; nobody sleeps around it."""
     harness = EngineHarness()
     for _ in range(8):
         harness.submit([1, 2, 3], max_tokens=30)
@@ -50,7 +50,6 @@ def test_a_pause_takes_no_step(mode: str) -> None:
 
 
 def test_a_pause_that_waits_ends_with_the_step_that_it_waited_for() -> None:
-    """R10."""
     harness = EngineHarness()
     harness.submit([1, 2, 3], max_tokens=5)
     call = harness.start("pause", mode="wait")
@@ -66,7 +65,7 @@ def test_a_pause_that_waits_ends_with_the_step_that_it_waited_for() -> None:
 def test_every_request_knows_its_weights_when_200_race_with_a_refresh(
     mode: str, seed: int, source: dict[str, Any]
 ) -> None:
-    """R11: what was accepted before the barrier, queued or not, ends there or says where its versions change."""
+    """What was accepted before the barrier, queued or not, ends there or says where its versions change."""
     harness, rng = ControlHarness(), random.Random(seed)
     barrier = rng.randrange(200)
     for number in range(200):
@@ -91,7 +90,7 @@ def test_every_request_knows_its_weights_when_200_race_with_a_refresh(
 
 @pytest.mark.parametrize("staged", ["always", "never"])
 def test_a_failure_that_nobody_waited_for_is_found_later(staged: str, tmp_path: Path) -> None:
-    """R15: some trainers look at no reply. The operation keeps its error, and the state says what is wrong."""
+    """Some trainers look at no reply. The operation keeps its error, and the state says what is wrong."""
     harness = EngineHarness()
     harness.control("begin_refresh", staged=staged)
     none = {"kind": "file", "file": str(tmp_path / "none"), "format": "safetensors"}
@@ -113,7 +112,7 @@ def test_a_failure_that_nobody_waited_for_is_found_later(staged: str, tmp_path: 
 
 @pytest.mark.parametrize("operation", ["pause", "commit_refresh", "sleep"])
 def test_nobody_waits_for_requests_that_are_frozen(operation: str, source: dict[str, Any]) -> None:
-    """R10: a wait for them would last until its deadline, and no other operation could end it."""
+    """A wait for them would last until its deadline, and no other operation could end it."""
     harness = ControlHarness()
     request = harness.submit([1, 2], max_tokens=9)
     harness.prompts[0, request, 0] = [1, 2]
@@ -133,7 +132,6 @@ def test_nobody_waits_for_requests_that_are_frozen(operation: str, source: dict[
 
 
 def test_a_wait_that_is_cancelled_lets_go_of_what_it_held() -> None:
-    """R14."""
     harness = EngineHarness()
     harness.submit([1, 2], max_tokens=9)
     harness.start("pause", mode="wait")
@@ -145,7 +143,7 @@ def test_a_wait_that_is_cancelled_lets_go_of_what_it_held() -> None:
 
 @pytest.mark.usefixtures("slow")
 def test_a_sender_is_not_silent_while_its_tensors_are_read(source: dict[str, Any]) -> None:
-    """R9: a source may take longer than the silence that ends a refresh."""
+    """A source may take longer than the silence that ends a refresh."""
     harness = EngineHarness()
     harness.control("begin_refresh", staged="never", silence_s=1.0)
     call = harness.start("apply_refresh", source=source)
@@ -168,7 +166,7 @@ def test_a_sender_is_not_silent_while_its_tensors_are_read(source: dict[str, Any
 def test_work_that_is_broken_off_takes_its_refresh_along(
     how: str, operation: str, staged: str, is_done: bool, source: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R9: its thread may go on, or have ended just now; nobody may build on what it leaves."""
+    """Its thread may go on, or have ended just now; nobody may build on what it leaves."""
     harness = EngineHarness()
     harness.control("begin_refresh", staged=staged)
     arguments: dict[str, Any] = {"source": source} if operation == "apply_refresh" else {}
@@ -203,7 +201,7 @@ def test_a_commit_that_fails_keeps_the_silence_that_its_begin_allowed() -> None:
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_a_delta_that_goes_on_after_a_failed_commit_loses_nothing(tmp_path: Path, backend: str) -> None:
-    """R9: the parts of one packed unit come before and after a `finish` that led to no swap."""
+    """The parts of one packed unit come before and after a `finish` that led to no swap."""
     old, new = (write_tiny_model(tmp_path / str(seed), seed=seed) for seed in (1, 2))
     tensors = read_folder(new)
     first, second = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "kq")

@@ -17,7 +17,6 @@ def expected(prompt: list[int], max_tokens: int) -> list[int]:
 
 
 def test_abort_ends_what_runs_with_what_it_has() -> None:
-    """R11, R12."""
     harness = EngineHarness()
     running = harness.submit(PROMPT, max_tokens=30)
     harness.step(4)
@@ -32,7 +31,7 @@ def test_abort_ends_what_runs_with_what_it_has() -> None:
 
 
 def test_wait_drains_what_came_before_and_holds_what_comes_after() -> None:
-    """R11, R12: the barrier covers everything that was accepted before it, and nothing else."""
+    """The barrier covers everything that was accepted before it, and nothing else."""
     harness = EngineHarness(max_num_seqs=1)
     before = [harness.submit(PROMPT, max_tokens=5), harness.submit([7, 7], max_tokens=5)]
     harness.step()
@@ -51,7 +50,6 @@ def test_wait_drains_what_came_before_and_holds_what_comes_after() -> None:
 
 
 def test_keep_freezes_and_goes_on_with_the_same_tokens() -> None:
-    """R12."""
     harness = EngineHarness()
     request = harness.submit(PROMPT, max_tokens=12)
     harness.step(3)
@@ -102,7 +100,6 @@ def test_held_choices_of_one_prompt_share_its_prefill_after_the_pause() -> None:
 
 
 def test_a_drain_that_takes_too_long_names_what_is_left_and_lets_go() -> None:
-    """R14."""
     harness = EngineHarness()
     harness.submit(PROMPT, max_tokens=40)
     call = harness.start("pause", mode="wait", timeout_s=5.0)
@@ -206,7 +203,6 @@ def test_sleep_ends_or_freezes_and_gives_memory_back() -> None:
 
 
 def test_sleep_and_wake_are_idempotent_and_partial() -> None:
-    """R7."""
     harness = EngineHarness()
     assert harness.control("wake")["tags"] == []
     harness.control("sleep", tags=["kv_cache"])
@@ -219,7 +215,6 @@ def test_sleep_and_wake_are_idempotent_and_partial() -> None:
 
 
 def test_waking_drops_the_prefix_index() -> None:
-    """R2."""
     harness = EngineHarness()
     prompt = list(range(1, 14))
     harness.submit(prompt, max_tokens=1)

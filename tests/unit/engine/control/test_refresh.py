@@ -23,7 +23,6 @@ from headrace.weights.tensor import CheckpointTensor
 def test_a_cached_prompt_gives_what_a_fresh_engine_gives(
     rig: RefreshRig, models: Callable[[int], Path], fresh: Callable[[int], list[int]], staged: str
 ) -> None:
-    """R1."""
     assert rig.generate() == fresh(1)
     result = rig.control("refresh_weights", source={"kind": "path", "path": str(models(2))}, staged=staged, version="b")
     assert (result["version"], result["epoch"], result["staged"]) == ("b", 1, staged == "always")
@@ -108,7 +107,6 @@ def test_a_sparse_delta(rig: RefreshRig, models: Callable[[int], Path], tmp_path
 
 
 def test_checksum_and_compare_look_at_what_is_used(rig: RefreshRig, models: Callable[[int], Path]) -> None:
-    """R13."""
     before = rig.control("checksum")
     assert rig.control("compare", path=str(models(1))) == {"rank": 0, "match": True, "mismatches": []}
     assert rig.control("compare", path=str(models(2)))["match"] is False
@@ -127,7 +125,6 @@ def test_checksum_and_compare_look_at_what_is_used(rig: RefreshRig, models: Call
 def test_a_request_that_crosses_a_commit(
     rig: RefreshRig, models: Callable[[int], Path], fresh: Callable[[int], list[int]], kv: str, staged: str
 ) -> None:
-    """R1, R11."""
     request = rig.submit(PROMPT, max_tokens=200, temperature=0.0)
     rig.step(5)
     before = list(rig.choice(request).token_ids)

@@ -54,7 +54,6 @@ def test_a_bad_tensor_is_named_and_no_mix_ever_serves(
     message: str,
     staged: str,
 ) -> None:
-    """R9."""
     tensors = dict(read_folder(models(2)))
     with pytest.raises(FailedRequest, match=message):  # one call is refused before anything changes
         rig.control("refresh_weights", source=raw_source(broken(tensors, how), tmp_path), staged=staged)
@@ -93,7 +92,6 @@ def test_a_tensor_that_comes_twice(rig: RefreshRig, models: Callable[[int], Path
 
 @pytest.mark.parametrize("staged", ["always", "never"])
 def test_a_sender_that_goes_silent(rig: RefreshRig, fresh: Callable[[int], list[int]], staged: str) -> None:
-    """R9."""
     rig.control("begin_refresh", staged=staged, silence_s=30.0)
     assert rig.core.lifecycle.state == ("ready" if staged == "always" else "updating")
     rig.clock.advance(31.0)
