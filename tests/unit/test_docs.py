@@ -123,7 +123,9 @@ def test_existing_routes_are_named(page: Path) -> None:
 def test_named_options_exist(page: Path) -> None:
     serve = argparse.ArgumentParser()
     add_options(serve, ServeConfig)
-    existing = set(serve._option_string_actions) | _ctl_options()
+    of_experts = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    experts.add_arguments(of_experts)
+    existing = set(serve._option_string_actions) | _options_of() | _options_of(of_experts)
     named = {option for code in CODE.findall(own(page)) for option in OPTION.findall(code)}
     assert named - existing == set()
 
@@ -176,8 +178,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _ctl_options(parser: argparse.ArgumentParser | None = None) -> set[str]:
+def _options_of(parser: argparse.ArgumentParser | None = None) -> set[str]:
     """Those of actions of actions too."""
     parser = parser or _parser()
     inner = [one for action in parser._actions if isinstance(action.choices, dict) for one in action.choices.values()]
-    return set(parser._option_string_actions).union(*map(_ctl_options, inner))
+    return set(parser._option_string_actions).union(*map(_options_of, inner))
