@@ -136,18 +136,37 @@ def complete(connection: Connection, **fields: Any) -> dict[str, Any]:
     return dict(reply)
 
 
-def test_any_front_end_counts_for_both_and_the_engine_is_counted_once(connect: Connect) -> None:
-    ends = [connect(0), connect(1)]
+def test_any_front_end_counts_for_all_and_the_engine_is_counted_once(connect: Connect) -> None:
+    """A thousand requests of eight clients: every tenth has two choices, and every tenth is refused."""
+    ends = [connect(index % 2) for index in range(8)]
     before = scrape(ends[0])
-    for index in range(24):
-        complete(ends[index % 3 % 2], max_tokens=2)
-    for end in ends:
+
+    def ask_many(end: Connection) -> None:
+        for index in range(125):
+            n, temperature = (2 if index % 10 == 1 else 1), (-1 if index % 10 == 2 else 1)
+            body = {"prompt": "abc", "max_tokens": 2, "n": n, "temperature": temperature}
+            status, reply = end.ask("POST", "/v1/completions", body)
+            assert status == (400 if temperature < 0 else 200), reply
+
+    with ThreadPoolExecutor(len(ends)) as threads:
+        list(threads.map(ask_many, ends))
+    num_served, num_choices = 8 * (125 - 13), 8 * 125
+    by_front_ends = {
+        "request_success_total": num_choices,
+        "request_prompt_tokens_count": num_served,
+        "request_prompt_tokens_sum": 3 * num_served,
+        "request_params_n_sum": num_choices,
+        "e2e_request_latency_seconds_count": num_served,
+    }
+    by_engine = {"prompt_tokens_total": 3 * num_served, "generation_tokens_total": 2 * num_choices}
+    for end in ends[:2]:
         after = scrape(end)
-        for name in ("request_success_total", "request_prompt_tokens_count", "e2e_request_latency_seconds_count"):
-            assert after[f"headrace:{name}"] - before[f"headrace:{name}"] == 24, name
+        found = {name: after[f"headrace:{name}"] - before[f"headrace:{name}"] for name in by_front_ends}
+        assert found == by_front_ends
         until = time.monotonic() + 5  # the engine publishes a few times a second
-        while scrape(end)["headrace:prompt_tokens_total"] != before["headrace:prompt_tokens_total"] + 72:
+        while any(after[f"headrace:{name}"] - before[f"headrace:{name}"] != n for name, n in by_engine.items()):
             assert time.monotonic() < until
+            after = scrape(end)
 
 
 def test_ids_do_not_collide(connect: Connect) -> None:

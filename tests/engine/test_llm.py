@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from itertools import islice
@@ -162,6 +164,12 @@ def test_close_is_idempotent_and_final(tiny_model: Path) -> None:
         llm.generate("x", GREEDY)
     with pytest.raises(Unavailable, match="closed"):
         list(llm.stream("x", GREEDY))
+
+
+def test_a_script_that_ends_without_close(tiny_model: Path) -> None:
+    script = f"import headrace\nllm = headrace.LLM({str(tiny_model)!r})\nprint(len(llm.generate('one')))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
 
 @pytest.mark.real_model

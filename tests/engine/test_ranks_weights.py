@@ -351,3 +351,13 @@ def test_a_refresh_and_a_rebalance_exclude_one_another(
     moved.control("wake")
     assert moved.balancer.run.outcome == "aborted"
     assert moved.balancer.current == before
+
+
+def test_a_comparison_leaves_an_open_refresh_alone(
+    rig: RankRig, models: Models, fresh: Callable[[int], object]
+) -> None:
+    rig.control("begin_refresh", staged="always")
+    rig.control("apply_refresh", source=path_of(models(2)))
+    assert rig.control("compare", path=str(models(1)))["match"]
+    rig.control("commit_refresh")
+    assert rig.bits() == fresh(2)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _CLIENT = 0
 _CLOSE_TIMEOUT_S = 30.0  # the engine stops at a step boundary
+_LOOK_S = 0.005
 
 
 class InprocClient:
@@ -120,8 +122,10 @@ class InprocClient:
         if engine is not None:
             engine.post(_CLIENT, Goodbye())
             engine.stop()
-        if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
+        deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
+        # No thread of a pool can wait for it: when a script ends without closing its LLM, the pools have gone already.
+        while self._thread.is_alive() and time.monotonic() < deadline_s:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)
 
     # ------------------------------------------------------------------ between the threads
 

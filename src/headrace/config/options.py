@@ -230,7 +230,7 @@ class ServerConfig:
     )
     hang_timeout: float = option(
         300.0,
-        "seconds without a heartbeat after which the server ends, with the stacks of the engine and its ranks in the log",
+        "seconds without a heartbeat after which the server ends, with the stacks of the engine in its log",
         minimum=2,
     )
     startup_timeout: float = option(600.0, "seconds that the engine may take to load", above=0)

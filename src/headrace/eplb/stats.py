@@ -79,8 +79,9 @@ class LoadWindow:
         self._total_LE: Counts = np.zeros(self._shape, dtype=np.int64)
         self._lock = threading.Lock()
 
-    def add(self, counts_LE: NDArray[np.integer], time: float) -> None:
-        """The tokens of one step; a step without any is one of zeros. Raises InvalidRequest for another shape."""
+    def add(self, counts_LE: NDArray[np.integer], time: float, num_steps: int = 1) -> None:
+        """The tokens of one step, or of several at once, which then stay together; a step without any is one of zeros.
+        Raises InvalidRequest for another shape."""
         if counts_LE.shape != self._shape or counts_LE.dtype.kind not in "iu":
             raise InvalidRequest(
                 f"counts are {counts_LE.dtype} of the shape {list(counts_LE.shape)}; "
@@ -88,16 +89,16 @@ class LoadWindow:
                 param="counts",
             )
         with self._lock:
-            if self._num_steps == self._max_steps:
+            while self._buckets and self._num_steps + num_steps > self._max_steps:
                 self._drop_oldest()
-            if not self._buckets or self._buckets[-1].num_steps == self._bucket_steps:
+            if not self._buckets or self._buckets[-1].num_steps + num_steps > self._bucket_steps:
                 self._buckets.append(_Bucket(np.zeros(self._shape, dtype=np.int64), 0, time, time))
             bucket = self._buckets[-1]
             bucket.tokens_LE += counts_LE.astype(np.int64, copy=False)
-            bucket.num_steps += 1
+            bucket.num_steps += num_steps
             bucket.end = time
             self._total_LE += counts_LE.astype(np.int64, copy=False)
-            self._num_steps += 1
+            self._num_steps += num_steps
 
     def read(self, clear: bool = False) -> WindowLoad:
         """The window; with `clear` it starts anew, and no step is lost or read twice."""

@@ -82,7 +82,7 @@ class Rank:
             case wire.FreeKV():
                 self._backend.free_kv()
             case wire.OpenStage(stage, is_delta):
-                self._stages = {stage: weights.open_stage(is_delta=is_delta)}
+                self._stages[stage] = weights.open_stage(is_delta=is_delta)
             case wire.AddPath(stage, path, mark):
                 _take_path(self._stage(stage), Path(path), mark)
             case wire.AddTensors(stage, places):
@@ -153,7 +153,7 @@ def serve(channel: socket.socket, rank: Rank) -> None:
             finally:
                 if descriptor is not None:
                     os.close(descriptor)
-            send_frame(channel, wire.encode(reply))
+            send_frame(channel, reply)
     except (EOFError, OSError):
         os._exit(0)
     except BaseException:
@@ -161,14 +161,15 @@ def serve(channel: socket.socket, rank: Rank) -> None:
         os._exit(1)  # else it would wait for ever
 
 
-def _answer(rank: Rank, data: bytes, descriptor: int | None) -> wire.Reply:
+def _answer(rank: Rank, data: bytes, descriptor: int | None) -> bytes:
+    """The encoded reply: one that is too long to be encoded (a tensor of 4 GiB) has failed like any other."""
     try:
-        return rank.answer(wire.decode_call(data), descriptor)
+        return wire.encode(rank.answer(wire.decode_call(data), descriptor))
     except HeadraceError as error:
-        return wire.Failed(type(error).__name__, str(error))
+        return wire.encode(wire.Failed(type(error).__name__, str(error)))
     except (Exception, msgspec.MsgspecError) as error:
         logger.exception("a call of rank 0 failed")
-        return wire.Failed("", f"{type(error).__name__}: {error}")
+        return wire.encode(wire.Failed("", f"{type(error).__name__}: {error}"))
 
 
 def main(argv: list[str]) -> int:

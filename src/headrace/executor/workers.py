@@ -7,6 +7,7 @@ does a call that some ranks have carried out and others have not: `check` then e
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from headrace.transport.worker import Call, Done, Failed, Launch, Reply, decode_
 logger = logging.getLogger(__name__)
 
 MODULE = "headrace.executor.worker_process"
+# The kernels have a pool of their own; those of numpy's libraries would only take cores and memory.
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 _STOP_WAIT_S = 3.0  # less than the engine itself is given to go
 _NOTICE_S = 1.0  # in which the end of a process is noticed, once its sockets are closed
 
@@ -49,6 +52,7 @@ class Worker:
         descriptors = [group_descriptor, *(other.fileno() for other in theirs)]
         self._process = subprocess.Popen(
             [sys.executable, "-m", MODULE, *map(str, descriptors)],
+            env={**os.environ, **_ONE_THREAD},
             stdin=subprocess.PIPE,  # held open: its end tells the worker that this process is gone
             pass_fds=descriptors,  # and in our process group, so that who kills that also ends one that hangs
         )

@@ -65,7 +65,7 @@ class WeightStage:
         self._packer = backend.packer()
         self._layouts = list(layouts)
         self._base = base
-        self._read_base = read_base  # not a method of its own by default: in a cycle, old weights would outlive their use
+        self._read_base = read_base  # no method of its own as default: in a cycle, old weights would outlive their use
         self._layout: Layout | None = None  # decided by the first tensors
         self._units: Mapping[str, Unit] = {}
         self._unit_of: Mapping[str, str] = {}

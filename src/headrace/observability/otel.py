@@ -30,11 +30,12 @@ Attributes = Mapping[str, Value | None]
 class Trace:
     """One sampled request: its `http` span, and the spans below it. Belongs to the event loop."""
 
-    def __init__(self, tracer: Tracer, span: Span) -> None:
+    def __init__(self, tracer: Tracer, span: Span, offset_ns: int) -> None:
+        """`offset_ns` makes times since the epoch of monotonic ones."""
         self._tracer = tracer
         self._span = span
         self._context = set_span_in_context(span, Context())
-        self._offset_ns = time.time_ns() - time.monotonic_ns()
+        self._offset_ns = offset_ns
 
     @property
     def trace_parent(self) -> str:
@@ -88,9 +89,10 @@ class Tracer:
         if trace_parent is not None:
             carrier = {"traceparent": trace_parent, "tracestate": trace_state or ""}
             context = self._propagator.extract(carrier, context)
-        start_ns = round(start_s * 1e9) + time.time_ns() - time.monotonic_ns()
+        offset_ns = time.time_ns() - time.monotonic_ns()  # one for all spans, or a child might begin before its parent
+        start_ns = round(start_s * 1e9) + offset_ns
         span = self.otel.start_span("http", context, SpanKind.SERVER, start_time=start_ns)
-        return Trace(self, span) if span.is_recording() else None
+        return Trace(self, span, offset_ns) if span.is_recording() else None
 
     def close(self, timeout_s: float) -> None:
         """Sends what there is left, for so long at most. A collector that does not answer holds up nobody."""

@@ -27,7 +27,8 @@ def shown(value: Any) -> str:
 
 def refusal(param: str, value: Any, allowed: str, *, code: str | None = None) -> InvalidRequest:
     """The one form of the sentence: `temperature must be a number >= 0, not 'hot'.`"""
-    return InvalidRequest(f"{param} must be {allowed}, not {shown(value)}.", param=param, code=code)
+    given = "but is missing or null" if value is None else f"not {shown(value)}"
+    return InvalidRequest(f"{param} must be {allowed}, {given}.", param=param, code=code)
 
 
 def check_int(value: Any, param: str, low: int, high: int, allowed: str | None = None) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.errors import InvalidRequest
-from headrace.processing.checks import check_name, refusal
+from headrace.processing.checks import check_name, refusal, shown
 
 MEDIA_PARTS = frozenset({"image_url", "image", "input_image", "input_audio", "audio_url", "video_url", "video", "file"})
 
@@ -35,7 +35,16 @@ def _message(message: Any, path: str) -> dict[str, Any]:
     tool_calls = message.get("tool_calls")
     if tool_calls is not None and not isinstance(tool_calls, list | tuple):
         raise refusal(f"{path}.tool_calls", tool_calls, "a list of tool calls")
+    for index, call in enumerate(tool_calls or ()):
+        check_named_function(call, f"{path}.tool_calls[{index}]")
     return {**message, "role": "system"} if role == "developer" else message
+
+
+def check_named_function(value: Any, path: str) -> None:
+    """A tool or a call of one: in OpenAI's shape, or in that of templates, which have no `function` around it."""
+    function = value.get("function", value) if isinstance(value, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise InvalidRequest(f"{path} must have a function with a name, not {shown(value)}.", param=path)
 
 
 def _refuse_media(part: Any, path: str) -> None:

@@ -82,15 +82,11 @@ def create_app(
         tracer=open_tracer(observability.otlp_traces_endpoint, version=VERSION, instance=f"front-end-{front_end}"),
     )
     app = FastAPI(
-        title="Headrace",
-        version=VERSION,
-        description=DESCRIPTION,
-        redirect_slashes=False,
-        lifespan=_lifespan,
-    )
+        title="Headrace", version=VERSION, description=DESCRIPTION, lifespan=_lifespan, redirect_slashes=False,
+        docs_url=None, redoc_url=None,  # openapi.py has our own
+    )  # fmt: skip
     app.state.context = context
-    for router in all_routers():
-        app.include_router(router)
+    app.state.paths = _include_routes(app)
     install_error_handlers(app)
     install_openapi(app)
     app.add_middleware(BodyLimitMiddleware, max_body_bytes=config.admission.max_body_bytes)
@@ -104,6 +100,14 @@ def create_app(
             expose_headers=[REQUEST_ID, UNKNOWN_FIELDS, "Retry-After"],
         )
     return app
+
+
+def _include_routes(app: FastAPI) -> frozenset[str]:
+    """Returns their paths; those with a parameter as they are written."""
+    routers = all_routers()
+    for router in routers:
+        app.include_router(router)
+    return frozenset(getattr(route, "path", "") for router in routers for route in router.routes)
 
 
 def _metrics(

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from headrace.errors import InvalidRequest
-from headrace.processing.checks import check_name, shown
+from headrace.processing.checks import check_name, refusal, shown
 from headrace.server.context import context_of, request_state
 from headrace.server.protocol.common import RequestModel
 
@@ -78,6 +78,8 @@ def _first_error(error: ValidationError, data: Any, prefix: str) -> InvalidReque
     path = path[:200].encode("ascii", "backslashreplace").decode("ascii")
     if first["type"] == "missing":
         return InvalidRequest(f"{path} is missing.", param=path, code="missing_field")
+    if (allowed := first["msg"].removeprefix("Input should be ")) != first["msg"]:
+        return refusal(path, first["input"], allowed)
     return InvalidRequest(f"{path}: {first['msg']}, not {shown(first['input'])}.", param=path)
 
 

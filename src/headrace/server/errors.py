@@ -76,7 +76,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 def _hint(request: Request) -> str:
     """For a base URL with a /v1 too many or too few, or a slash at the end."""
     path = request.url.path
-    known = {getattr(route, "path", None) for route in request.app.routes}
+    known = request.app.state.paths
     meant = next((near for near in (path.rstrip("/"), f"/v1{path}", path.removeprefix("/v1")) if near in known), None)
     return "" if meant is None else f" Did you mean {meant}?"
 

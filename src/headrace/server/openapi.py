@@ -14,6 +14,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 from starlette.responses import PlainTextResponse
 
+from headrace.server.docs_page import install_docs_page
 from headrace.server.protocol import expert_replies, probe_replies, replies
 from headrace.server.protocol.chat import ChatCompletionRequest
 from headrace.server.protocol.common import RequestModel
@@ -123,6 +124,7 @@ def install_openapi(app: FastAPI) -> None:
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+    install_docs_page(app)
 
 
 def _make(app: FastAPI) -> dict[str, Any]:

@@ -36,7 +36,8 @@ class FreeKV(msgspec.Struct, frozen=True, tag="free_kv"):
 
 
 class OpenStage(msgspec.Struct, frozen=True, tag="open_stage"):
-    """A place for new weights, under a number of rank 0's. Those that were open and not swapped in are dropped."""
+    """A place for new weights, under a number of rank 0's, until it is swapped in or closed. Weights may be compared
+    while a refresh is open, so there may be two."""
 
     stage: int
     is_delta: bool

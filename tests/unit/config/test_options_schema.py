@@ -41,7 +41,7 @@ def sample(option: Option) -> tuple[list[str], Any]:
     if option.kind is str:
         text = "some-text"
         return ([option.flag, text] * 2, (text, text)) if option.is_repeatable else ([option.flag, text], text)
-    value = option.kind(1 if option.maximum != 1 else 0.5)
+    value = option.kind(max(1, option.minimum or 0) if option.maximum != 1 else 0.5)
     value = value + 1 if value == option.default else value
     return [option.flag, str(value)], value
 

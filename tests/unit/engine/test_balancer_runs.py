@@ -88,3 +88,24 @@ def test_what_moves_or_has_no_limit_is_left_alone(balancer: ExpertBalancer, cloc
     run.silence_s, run.state = 1.0, RunState.MOVING
     balancer.expire()
     assert run.state is RunState.MOVING
+
+
+def test_counts_are_taken_every_few_steps_and_before_they_are_read(clock: FakeClock) -> None:
+    class Busy(FakeExecutor):
+        def take_expert_counts(self) -> Any:
+            return np.ones((2, 4), np.int64)
+
+    balancer = ExpertBalancer(cast(Executor, Busy()), ExpertsConfig(), lambda: None, clock)
+    for step in range(1, 8):
+        balancer.observe(step)
+    assert balancer.window.read().num_steps == 0
+    balancer.observe(8)
+    load = balancer.window.read()
+    assert (load.num_steps, load.num_tokens) == (8, 4)
+    balancer.observe(10)
+    assert balancer.report()["window"]["steps"] == 10
+    assert balancer.tokens_by_rank().sum() == 2 * 8, "nothing has come since"
+
+    short = ExpertBalancer(cast(Executor, Busy()), ExpertsConfig(expert_window_steps=20), lambda: None, clock)
+    short.observe(2)
+    assert short.window.read().num_steps == 2, "a window has ten parts at least"

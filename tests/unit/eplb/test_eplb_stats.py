@@ -44,6 +44,15 @@ def test_old_steps_leave_in_buckets() -> None:
     assert (load.tokens_LE.item(), load.num_steps, load.start, load.end) == (3 + 4 + 5 + 6 + 7, 5, 3.0, 7.0)
 
 
+def test_steps_that_are_added_together_leave_together() -> None:
+    window = LoadWindow(1, 1, num_steps=6, num_buckets=3)
+    for tokens, num_steps in ((1, 2), (2, 1), (4, 2), (8, 1)):
+        window.add(counts([tokens]), 0.0, num_steps)
+    assert (window.read().tokens_LE.item(), window.read().num_steps) == (15, 6)
+    window.add(counts([16]), 0.0, 3)  # the first three go
+    assert (window.read().tokens_LE.item(), window.read().num_steps) == (8 + 4 + 16, 6)
+
+
 @given(st.integers(1, 12), st.integers(1, 15), st.lists(st.integers(0, 100), max_size=60))
 @settings(max_examples=60, deadline=None)
 def test_a_window_is_the_sum_of_its_last_steps(num_steps: int, num_buckets: int, tokens: list[int]) -> None:

@@ -131,6 +131,8 @@ def test_what_cannot_be_forced(tools: Any, choice: Any, param: str) -> None:
 
 def test_forms_that_cannot_be_enforced_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="cannot be enforced"):
+        tool_choice_grammar(TOOLS, "required", tool_parsers()["glm45"])
+    with pytest.raises(InvalidRequest, match="no tool calls"):
         tool_choice_grammar(TOOLS, "required", None)
 
 

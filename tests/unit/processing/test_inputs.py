@@ -101,6 +101,8 @@ async def test_text_parts_join_and_developer_is_system(make: Make) -> None:
         ([{"role": "user", "content": [5]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content[0]"),
         ([{"role": "assistant", "content": "", "tool_calls": 3}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}, {"x": 1}]}], "messages[0].tool_calls[1]"),
+        ([{"role": "assistant", "tool_calls": [None]}], "messages[0].tool_calls[0]"),
     ],
 )
 async def test_bad_messages_are_refused_by_path(make: Make, messages: list[Any], param: str) -> None:

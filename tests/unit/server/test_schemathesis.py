@@ -50,7 +50,7 @@ KEEPS_WEIGHTS: dict[str, dict[str, Any]] = {  # what the mock engine could not g
     CONTROL + "begin_refresh": {"staged": "always"},
     CONTROL + "refresh_weights": {"staged": "always"},
 }
-UNDO = ("resume", "abort_refresh", "wake")
+UNDO = ("undrain", "resume", "abort_refresh", "wake")
 PROBE = {"prompt": "probe", "max_tokens": 7, "logprobs": 1, "seed": 3, "temperature": 0}
 NEW_EACH_TIME = ("id", "created", "usage", "weight_version")
 NUM_FIELDS = 3
@@ -82,6 +82,13 @@ class Server:
         reply = self.send("POST", "/v1/completions", json=PROBE)
         assert reply.status_code == 200, reply.text
         return {name: value for name, value in reply.json().items() if name not in NEW_EACH_TIME}
+
+    def settle(self) -> None:
+        """An operation that was not waited for may still run."""
+        while (operation := self.send("GET", CONTROL + "status").json()["operation"]) is not None:
+            if operation["kind"] == "drain":
+                return
+            self._runner.run(asyncio.sleep(0.001))
 
     def check(self, case: Case, body: Any) -> None:
         content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
@@ -125,6 +132,7 @@ def run(server: Server, operation: APIOperation, mode: GenerationMode, num_examp
             body = body | KEEPS_WEIGHTS.get(operation.path, {})
         server.check(case, body)
         if operation.path.startswith(CONTROL):
+            server.settle()
             for name in UNDO:
                 assert server.send("POST", CONTROL + name).status_code == 200
 

@@ -241,6 +241,26 @@ async def test_fields_of_later_parts_are_refused_by_name(
     assert not front_end.client.streams
 
 
+@pytest.mark.parametrize("tool", [{}, {"type": "retrieval"}, {"function": {"name": ""}}, {"function": [1]}])
+async def test_tools_without_a_name_are_refused(front_end: FrontEnd, tool: Any) -> None:
+    named = {"type": "function", "function": {"name": "f"}}
+    check(await front_end.chat(tools=[named, tool]), 400, "invalid_value", "tools[1]")
+    assert (await front_end.chat(tools=[named, {"name": "templates know this too"}])).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": "warm"}, "temperature must be a valid number, not 'warm'."),
+        ({"stream": "yes"}, "stream must be a valid boolean, not 'yes'."),
+        ({"prompt": None}, "but is missing or null."),
+    ],
+)
+async def test_sentences_have_one_form(front_end: FrontEnd, fields: dict[str, Any], message: str) -> None:
+    told = check(await front_end.complete(**fields), 400, "invalid_value", next(iter(fields)))["message"]
+    assert told.endswith(message)
+
+
 async def test_images_are_refused_by_path(front_end: FrontEnd) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     response = await front_end.chat(messages=[{"role": "user", "content": [{"type": "text", "text": "see"}, part]}])

@@ -124,6 +124,7 @@ def _apply(state: EngineState, balancer: ExpertBalancer, arguments: RebalanceArg
         target = initial_map(current.num_layers, current.num_experts, current.num_redundant, current.num_ranks)
         yield from _change(balancer, balancer.open_run(arguments.run), target)
         balancer.pinned = False
+        balancer.count()
         balancer.window.read(clear=True)
         return _result(balancer)
     if arguments.action == "pin" and arguments.slots is None:
@@ -166,6 +167,7 @@ def _change(balancer: ExpertBalancer, run: Run, target: ExpertMap) -> Steps[None
 def _proposing(balancer: ExpertBalancer, arguments: RebalanceArguments) -> Callable[[], Proposal]:
     """What to run in a thread. Raises InvalidRequest for a map or loads of another shape."""
     current = balancer.current
+    balancer.count()
     if arguments.slots is not None:
         target = ExpertMap.from_data(MapData(current.num_experts, current.num_ranks, arguments.slots))
         if target.slots_LP.shape != current.slots_LP.shape:

@@ -166,7 +166,10 @@ def refresh_weights(state: EngineState, arguments: RefreshArguments) -> Steps[Re
     begin = BeginArguments(arguments.staged, arguments.delta, arguments.mode)
     if state.refresh is None and not _decide(state, begin):  # weights that serve may have to go: look twice
         probe = state.executor.open_stage(is_delta=False)
-        yield from state.background(partial(check, probe, arguments.source, state))
+        try:
+            yield from state.background(partial(check, probe, arguments.source, state))
+        finally:
+            state.executor.close_stage(probe)
     yield from begin_refresh(state, begin)
     try:
         yield from apply_refresh(state, ApplyArguments(arguments.source, arguments.checksums))

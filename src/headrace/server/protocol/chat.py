@@ -11,10 +11,11 @@ from pydantic import Field, WithJsonSchema
 from headrace.errors import InvalidRequest
 from headrace.processing.checks import check_int, refusal
 from headrace.processing.inputs import ChatInput, PreparedRequest
+from headrace.processing.messages import check_named_function
 from headrace.processing.parsing import Parsing, ReplyParsing
 from headrace.processing.structured import Found, either
 from headrace.processing.tools.forced import tool_choice_grammar
-from headrace.server.protocol.common import INT32_MAX, TOKEN_IDS, UNSUPPORTED_EVERYWHERE, GenerationRequest
+from headrace.server.protocol.common import INT32_MAX, TOKEN_IDS, GenerationRequest
 from headrace.types import SamplingParams
 
 THINKING_FIELDS = ("reasoning_max_tokens", "thinking_token_budget", "thinking_budget")
@@ -40,7 +41,7 @@ class ChatCompletionRequest(GenerationRequest):
     """A conversation to answer. `tools` are rendered into the template, calls come back in the format of OpenAI."""
 
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
-        **{field: why for field, why in UNSUPPORTED_EVERYWHERE.items() if field not in THINKING_FIELDS},
+        **{field: why for field, why in GenerationRequest.UNSUPPORTED.items() if field not in THINKING_FIELDS},
         "functions": "use tools.",
         "function_call": "use tools with tool_choice none or auto.",
         "audio": "only text is available.",
@@ -88,6 +89,8 @@ class ChatCompletionRequest(GenerationRequest):
 
     def check(self) -> None:
         self.check_common()
+        for index, tool in enumerate(self.tools or ()):
+            check_named_function(tool, f"tools[{index}]")
         if self.modalities not in (None, ["text"]):
             raise _unsupported("modalities", None, self.modalities, '["text"]')
         if self.reasoning_effort is not None and self.reasoning_effort not in REASONING_EFFORTS:

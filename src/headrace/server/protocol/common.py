@@ -24,10 +24,6 @@ TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 TOKEN_LISTS = {"anyOf": [TOKEN_IDS, {"type": "array", "items": TOKEN_IDS}]}
 
 UNSUPPORTED_EVERYWHERE = {
-    "grammar": "use guided_grammar (Lark or GBNF).",
-    "ebnf": "use guided_grammar.",
-    "regex": "use guided_regex.",
-    "json_schema": "use response_format or guided_json.",
     "guided_whitespace_pattern": "use structured_outputs with json and whitespace_pattern.",
     "reasoning_max_tokens": "thoughts are told apart on /v1/chat/completions alone.",
     "thinking_token_budget": "thoughts are told apart on /v1/chat/completions alone.",
@@ -38,7 +34,13 @@ UNSUPPORTED_EVERYWHERE = {
     "logits_processors": "use logit_bias, bad_words or the penalties.",
     "lora_request": "there are no adapters in this version.",
 }
-
+FORMS_OF_OTHERS = {
+    "grammar": "use guided_grammar, in Lark or GBNF.",
+    "ebnf": "use guided_grammar.",
+    "regex": "use guided_regex.",
+    "json_schema": "use response_format or guided_json.",
+}
+"""llama.cpp's and SGLang's names; who asks for a form must not get free text."""
 
 SCHEMA = {"anyOf": [{"type": "object"}, {"type": "string"}]}
 GRAMMAR_FIELDS = ("response_format", "structured_outputs", *GUIDED)
@@ -91,7 +93,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(RequestModel):
-    UNSUPPORTED: ClassVar[Mapping[str, str]] = UNSUPPORTED_EVERYWHERE
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = {**UNSUPPORTED_EVERYWHERE, **FORMS_OF_OTHERS}
 
     model: str | None = Field(None, description="A served name; absent: the first one.")
     stream: bool | None = Field(None, description="Server-sent events, one chunk per piece of text.")

@@ -9,7 +9,7 @@ from pydantic import Field, WithJsonSchema
 
 from headrace.errors import InvalidRequest
 from headrace.processing.checks import refusal
-from headrace.server.protocol.common import STRINGS, TOKEN_LISTS, UNSUPPORTED_EVERYWHERE, GenerationRequest
+from headrace.server.protocol.common import STRINGS, TOKEN_LISTS, GenerationRequest
 from headrace.types import SamplingParams
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's and vLLM's for this route
@@ -20,7 +20,7 @@ class CompletionRequest(GenerationRequest):
     """One or more prompts to continue. Choice c belongs to prompt c // n. `max_tokens` is 16 when absent."""
 
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
-        **UNSUPPORTED_EVERYWHERE,
+        **GenerationRequest.UNSUPPORTED,
         "suffix": "the served models do not fill in the middle; remove the field.",
     }
 

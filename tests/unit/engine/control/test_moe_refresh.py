@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,6 +171,22 @@ def test_routers_are_never_rounded(tmp_path: Path) -> None:
         assert formats["layers.1.router"] == formats["layers.1.shared_expert_gate"] == ("f32",)
         assert formats["layers.1.experts.3.gate_up"] == ("w4", "w4")
         assert formats["layers.1.experts.3.down"] == formats["layers.1.shared_down"] == ("w4",)
+
+
+def test_a_stage_goes_at_once_when_nobody_has_it(tmp_path: Path) -> None:
+    """It has a whole set of weights, which must not wait until the collector of cycles runs."""
+    folder = write_tiny_model(tmp_path / "model")
+    backend = create_backend("native", num_threads=1)
+    model = load_model(folder, backend)
+    stage = WeightStage(backend, model.layouts, model.weights.shard, {})
+    stage.add_path(folder)
+    there = weakref.ref(stage)
+    gc.disable()
+    try:
+        del stage
+        assert there() is None
+    finally:
+        gc.enable()
 
 
 def test_a_gguf_model_takes_either_name(moe_models: Callable[[int], Path], tmp_path: Path) -> None:
