@@ -23,7 +23,7 @@ serve: setup ## serve a model on 127.0.0.1 (PORT=8000, ARGS="MODEL --option valu
 
 test: .venv/test-installed ## the whole test-suite (TESTS=tests/unit for a part)
 	@$(BIN)/headrace pull smollm2 >/dev/null && $(BIN)/headrace pull gemma3-270m >/dev/null || echo "without a model its tests skip"
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
 test-asan: .venv/test-installed ## the kernels' tests under the address and undefined-behaviour sanitizers
 	@tools/asan.sh
 

@@ -1,4 +1,4 @@
-"""What a worker answers when a call of rank 0 cannot be carried out: always something, or rank 0 would wait for ever."""
+"""What a worker answers when it cannot do what rank 0 says: always something, or rank 0 would wait for ever."""
 
 from __future__ import annotations
 
