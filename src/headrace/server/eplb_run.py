@@ -193,11 +193,11 @@ async def _bring(context: ServerContext, peers: Peers) -> None:
     while True:
         await read_report(context, peers.run_id)  # the leader lives
         replies = await peers.ask("/check_redundant", action="check_load_weight_result")
-        results = [reply.get("data") for reply in replies]
+        results: list[Any] = [reply.get("data") for reply in replies]
         for address, result in zip(peers.addresses, results, strict=True):
             if not isinstance(result, list) or not result or FAILED in result:
                 raise RunFailed(f"{address} could not bring the weights: {shown(result)}")
-        if all(set(result or ()) == {LOADED} for result in results):
+        if all(each == LOADED for result in results for each in result):
             return
         if time.monotonic() > ends_s:
             raise RunFailed(f"the weights were not there after {LOAD_TIMEOUT_S:g} s: {shown(results)}")

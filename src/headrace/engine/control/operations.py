@@ -155,6 +155,7 @@ class Entry:
     arguments: type[msgspec.Struct]
     run: Run
     cancels: str | None = None  # the kind of operation that it ends first if it runs
+    has_large_result: bool = False  # that is forgotten once whoever waited for it has it
     grace_s: float = 0.0  # beyond timeout_s, for one that keeps that time itself and says more when it is over
 
 
@@ -171,9 +172,9 @@ OPERATIONS: Mapping[str, Entry] = {
     "commit_refresh": Entry(refresh.CommitArguments, refresh.commit_refresh),
     "abort_refresh": Entry(Arguments, refresh.abort_refresh),
     "set_version": Entry(refresh.VersionArguments, refresh.set_version),
-    "checksum": Entry(inspect.ChecksumArguments, inspect.checksum),
+    "checksum": Entry(inspect.ChecksumArguments, inspect.checksum, has_large_result=True),
     "compare": Entry(inspect.CompareArguments, inspect.compare),
-    "get_weight": Entry(inspect.WeightArguments, inspect.get_weight),
+    "get_weight": Entry(inspect.WeightArguments, inspect.get_weight, has_large_result=True),
     "join_group": Entry(groups.JoinArguments, groups.join_group, grace_s=10.0),
     "leave_group": Entry(groups.LeaveArguments, groups.leave_group),
     "reset_prefix_cache": Entry(Arguments, reset_prefix_cache),

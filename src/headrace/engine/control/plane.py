@@ -163,6 +163,8 @@ class ControlPlane:
                     f": {error.message}" if error else "")  # fmt: skip
         for client, call_id in running.waiters:
             self._emit(client, ControlDone(call_id, operation.as_object(), None if error is None else error.info()))
+        if running.waiters and OPERATIONS[operation.kind].has_large_result:
+            operation.result = []  # a hundred of them are kept
 
     # ---------------------------------------------------------------------------------------------------------- queries
 

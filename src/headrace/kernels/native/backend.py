@@ -68,6 +68,7 @@ class NativeBackend:
         self._program: RecordedProgram | None = None
         self._model: Model | None = None
         self._prepared: tuple[Model, RecordedProgram] | None = None
+        self._shared_bytes = 0  # of the group's logits that have been touched
         self._kept = outputs_of(0, 0)
         self._outputs = self._kept  # as many of its rows as the last step had
 
@@ -151,6 +152,10 @@ class NativeBackend:
     def _outputs_of(self, num_rows: int, width: int) -> StepOutputs:
         if self._group is not None:
             logits = self._group.logits(num_rows, width)
+            if self._shared_bytes > max(logits.nbytes, KEPT_ROWS * width * 4) and self._group.rank == 0:
+                self._group.trim_logits(KEPT_ROWS * width * 4, self._shared_bytes)
+                self._shared_bytes = 0
+            self._shared_bytes = max(self._shared_bytes, logits.nbytes)
             return StepOutputs(logits, np.empty(num_rows, np.int64), np.empty(num_rows, np.bool_))
         if num_rows > KEPT_ROWS:
             return outputs_of(num_rows, width)

@@ -72,6 +72,15 @@ Group::Group(int descriptor, int rank, int size) : rank_(rank), size_(size), has
 
 Group::~Group() { munmap(base_, kBytes); }
 
+void Group::trim_logits(size_t bytes, size_t used) {
+#if defined(__linux__)
+  const size_t page = (size_t)sysconf(_SC_PAGESIZE), first = (bytes + page - 1) / page * page;
+  if (first < used) madvise((uint8_t*)logits() + first, used - first, MADV_REMOVE);
+#else
+  (void)bytes, (void)used;
+#endif
+}
+
 bool Group::barrier() {
   Control& c = *control_;
   const uint32_t generation = c.generation.load(std::memory_order_acquire);

@@ -27,6 +27,8 @@ class Group {
   int rank() const { return rank_; }
   int size() const { return size_; }
   uint8_t* mailbox(uint32_t number) const { return base_ + kControl + (number & 1) * kMailbox; }
+  // Gives back what lies behind the first `bytes` of the logits, once they have needed more.
+  void trim_logits(size_t bytes, size_t used);
   float* logits() const { return (float*)(base_ + kControl + 2 * kMailbox); }
   uint8_t* heap() const { return base_ + kControl + 2 * kMailbox + kLogits; }
 

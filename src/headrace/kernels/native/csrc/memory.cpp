@@ -1,6 +1,7 @@
 #include "memory.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -39,6 +40,16 @@ Memory::~Memory() {
 }
 #endif
 
+void give_back(void* start, size_t bytes) {
+#if !defined(__SANITIZE_ADDRESS__)
+  static const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+  const uintptr_t first = ((uintptr_t)start + page - 1) / page * page, last = ((uintptr_t)start + bytes) / page * page;
+  if (first < last) madvise((void*)first, last - first, MADV_DONTNEED);
+#else
+  (void)start, (void)bytes;
+#endif
+}
+
 std::shared_ptr<Memory> Arena::take(size_t bytes, uint8_t** data) {
 #if defined(__SANITIZE_ADDRESS__)
   constexpr size_t kPiece = 0;  // each in a memory of its own, with guards around it
@@ -52,7 +63,8 @@ std::shared_ptr<Memory> Arena::take(size_t bytes, uint8_t** data) {
   }
   *data = current_->data() + used_;
   used_ += bytes;
-  return current_;
+  // Weights that leave before their neighbours (an expert that has moved) give their pages back at once.
+  return {current_.get(), [piece = current_, start = *data, bytes](Memory*) { give_back(start, bytes); }};
 }
 
 }  // namespace hr

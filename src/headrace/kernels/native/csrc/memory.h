@@ -27,6 +27,9 @@ class Memory {
   size_t bytes_ = 0;
 };
 
+// Gives the whole pages inside a range of private memory back; they are zero when they are touched again.
+void give_back(void* start, size_t bytes);
+
 // Hands out pieces of large memory, so that many small weights share huge pages. A piece lives as long as somebody holds it.
 class Arena {
  public:

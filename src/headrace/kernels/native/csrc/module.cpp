@@ -254,6 +254,7 @@ NB_MODULE(_native, m) {
             if (rows * width * sizeof(float) > Group::kLogits) throw std::bad_alloc();
             return nb::ndarray<nb::numpy, float, nb::ndim<2>>(g.logits(), {rows, width}, nb::find(g));
           })
+      .def("trim_logits", &Group::trim_logits)
       .def("heap", [](Group& g, size_t bytes) {
             if (bytes > Group::kHeap) throw std::bad_alloc();
             return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(g.heap(), {bytes}, nb::find(g));
