@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -115,7 +116,7 @@ def test_a_step_that_never_ends_ends_the_server_and_shows_where() -> None:
         assert server.wait(10.0) == 1
         assert all_gone(children)
         output = "".join(server.output)
-        assert "the engine hangs (last heartbeats: rank 0 2 s ago)" in output
+        assert re.search(r"the engine hangs \(last heartbeats: rank 0 [2-9] s ago\)", output)
         assert "most recent call first" in output
         assert "in step" in output, "the stack of the step"
 
