@@ -5,7 +5,7 @@
 A mixture-of-experts model with random weights and a router that prefers few experts (tokens by Zipf's law) serves many
 sequences; each step computes chunks of prompts. The same work is done before and after one rebalance, and beside the
 moving; all answers must be equal, bit by bit, to those of a server with one rank. Step times are medians of rounds
-that alternate between the initial map and the new one. `--picture FILE.html` draws the loads under the new map.
+that alternate between the initial map and the new one. `--picture` draws the loads of experts and ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.cli.experts_heatmap import draw_html, picture_of_reply
+from headrace.cli.experts_heatmap import draw_png, picture_of_reply
 from headrace.config.options import (
     CacheConfig,
     ControlConfig,
@@ -132,7 +132,12 @@ def main() -> None:
     parser.add_argument("--redundant", type=int, nargs="+", default=[0, 16])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--skew", type=float, default=SHAPE["router_skew"])
-    parser.add_argument("--picture", type=Path, help="where to draw the loads of the last row")
+    parser.add_argument(
+        "--hottest-together", action="store_true", help="begin with a map that has the hottest experts on one rank"
+    )
+    parser.add_argument(
+        "--picture", metavar="PREFIX", help="draws PREFIX-before.png and PREFIX-after.png of the last row"
+    )
     options = parser.parse_args()
     rng = np.random.default_rng(1)
     prompts = [tuple(rng.integers(300, 2048, PROMPT).tolist()) for _ in range(NUM_SEQUENCES)]
@@ -149,6 +154,20 @@ def main() -> None:
             print(row(model, ranks, redundant, (prompts, expected), options), flush=True)
 
 
+def draw(balancer: ExpertBalancer, prefix: str | None, moment: str) -> None:
+    if prefix is not None:
+        picture = picture_of_reply(msgspec.json.encode(balancer.report()), "the engine")
+        Path(f"{prefix}-{moment}.png").write_bytes(draw_png(picture))
+
+
+def sorted_by_load(balancer: ExpertBalancer) -> ExpertMap:
+    """Experts in the order of their load; redundant slots at the end, as at the start."""
+    current = balancer.current
+    order_LE = np.argsort(-balancer.window.read().tokens_LE, axis=1, kind="stable")
+    slots_LP = np.concatenate([order_LE, current.slots_LP[:, current.num_experts :]], axis=1)
+    return ExpertMap(slots_LP, current.num_experts, current.num_ranks)
+
+
 def row(
     model: Path,
     ranks: int,
@@ -160,9 +179,14 @@ def row(
     prompts, expected = work
     engine = Engine(model, ranks, redundant)
     try:
-        initial = engine.balancer.current
         engine.serve(prompts)  # warm, and measured for the plan
+        if options.hottest_together:
+            engine.use(sorted_by_load(engine.balancer))
+            engine.balancer.window.read(clear=True)
+            engine.serve(prompts)
+        initial = engine.balancer.current
         before = engine.balancer.report()["balance"]
+        draw(engine.balancer, options.picture, "before")
         call = engine.start()  # moves beside the steps that follow
         assert engine.serve(prompts) == expected, "an answer has changed while experts moved"
         run = engine.finish(call)["run"]
@@ -178,9 +202,7 @@ def row(
                 assert answers == expected, "an answer has changed"
             ratios.append(seconds["balanced"] / seconds["initial"])
         after = engine.balancer.report()["balance"]
-        if options.picture is not None:
-            reply = msgspec.json.encode(engine.balancer.report())
-            options.picture.write_text(draw_html(picture_of_reply(reply, "the engine")), encoding="utf-8")
+        draw(engine.balancer, options.picture, "after")
     finally:
         engine.executor.close()
     num_stalls = max(1, run["num_stalls"])

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import systems
+from bench import systems
 
 from headrace.cli.bench.load import Load, prompts_of, run_round
 from headrace.cli.bench.stats import median, summarise
