@@ -97,7 +97,9 @@ def test_any_map_at_any_step(
         assert rig.balancer.current == target
     rig.run()
     assert rig.balancer.counts.num_rebalances >= NUM_MAPS
-    assert (num_turns <= 2 * NUM_MAPS) if name == "quick" else (num_turns > 3 * NUM_MAPS)
+    assert (num_turns < 5 * NUM_MAPS) if name == "quick" else (num_turns > 8 * NUM_MAPS), (
+        "many maps, or many steps each"
+    )
     assert len(requests) > 20
     for prompt, request_id in requests:
         assert rig.bits_of(request_id) == expected[prompt]
