@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     except StartupError as error:
         launch.fail(str(error))
         return 1
-    log_start(core.info, launch.config.engine.model.backend)
+    log_start(core.info, launch.config.engine.model.backend, executor.info.num_ranks)
     try:
         return run(core, endpoint, board, watch, launch)
     finally:
@@ -90,11 +90,12 @@ def _load_vocabulary(path: Path, tokenizer: str | None) -> Vocabulary:
     return load_vocabulary(path, tokenizer)
 
 
-def log_start(info: EngineInfo, asked_backend: str) -> None:
+def log_start(info: EngineInfo, asked_backend: str, num_ranks: int = 1) -> None:
     logger.info(
-        "serving %s with %s kernels: context %d tokens, KV %d tokens in %d blocks, up to %d sequences",
+        "serving %s with %s kernels%s: context %d tokens, KV %d tokens in %d blocks, up to %d sequences",
         info.model,
         describe(info.backend),
+        f" on {num_ranks} ranks" if num_ranks > 1 else "",
         info.max_model_len,
         info.max_kv_tokens,
         info.num_blocks,
