@@ -15,6 +15,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from headrace.testing.processes import eventually
 from headrace.testing.server import RunningServer
 
 FRONT_END = "headrace.server.process"
@@ -108,13 +109,6 @@ def connect(server: RunningServer) -> Iterator[Connect]:
 def front_ends(server: RunningServer) -> list[psutil.Process]:
     """In the order of their numbers."""
     return sorted(server.children(FRONT_END), key=lambda process: process.cmdline()[-1])
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "did not come true in time"
-        time.sleep(0.02)
 
 
 def scrape(connection: Connection) -> dict[str, float]:

@@ -4,7 +4,6 @@ once, with tokens of the weights that it names; nothing hangs, leaks or stays be
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.testing.chaos import MAX_TOKENS, PROMPTS, Chaos, Outcome
+from headrace.testing.processes import eventually
 from headrace.testing.server import RunningServer
 from headrace.testing.tiny import write_safetensors, write_tiny_model
 from headrace.weights.safetensors import read_folder
@@ -72,7 +72,7 @@ async def test_everything_at_once(models: dict[str, Path], go_on: Continue) -> N
                 await chaos.collect()
             assert chaos.outcomes[-1].version == "c-last-keep"
             check_usage(server, first)
-            eventually(lambda: leftovers() <= before, "no file in shared memory is left")
+            eventually(lambda: leftovers() <= before, what="no file in shared memory is left")
             check_outcomes(chaos, go_on)
         except BaseException:
             print(f"seed {SEED}, round {chaos.round}; {chaos.counts}")
@@ -139,14 +139,9 @@ def check_usage(server: RunningServer, first: dict[int, tuple[str, int, int]]) -
     for pid, (module, num_bytes, _) in last.items():
         grown = num_bytes - first[pid][1]
         assert grown < GROWTH_BYTES[module], f"{module} has grown by {grown} bytes"
-    eventually(lambda: all(fds <= first[pid][2] + 2 for pid, (*_, fds) in usage(server).items()), "few descriptors")
-
-
-def eventually(condition: Callable[[], bool], what: str) -> None:
-    until = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < until, f"it did not come true that {what}"
-        time.sleep(0.02)
+    eventually(
+        lambda: all(fds <= first[pid][2] + 2 for pid, (*_, fds) in usage(server).items()), what="few descriptors"
+    )
 
 
 def leftovers() -> set[str]:

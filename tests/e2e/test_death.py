@@ -9,11 +9,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import httpx
-import psutil
 
+from headrace.testing.processes import all_gone, eventually, family
 from headrace.testing.server import RunningServer
 from headrace.testing.stream_reader import begin_streams
 
@@ -28,21 +27,6 @@ def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
-
-
-def eventually(condition: Callable[[], bool], seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "did not come true in time"
-        time.sleep(0.02)
-
-
-def all_gone(processes: list[psutil.Process]) -> bool:
-    return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
-
-
-def family(server: RunningServer) -> list[psutil.Process]:
-    return psutil.Process(server.process.pid).children(recursive=True)
 
 
 def test_a_killed_engine_ends_every_stream_and_the_server() -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from headrace.kernels import has_native
+from headrace.testing.processes import all_gone, eventually, family
 from headrace.testing.server import RunningServer
 from headrace.testing.stream_reader import begin_streams
 from headrace.testing.tiny import write_tiny_model
@@ -37,21 +37,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder, architecture="qwen3_moe", num_experts=32, expert_size=128, hidden_size=64, max_positions=16_384,
         eos_token_id=271,
     )  # fmt: skip
-
-
-def eventually(condition: Callable[[], bool], seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "did not come true in time"
-        time.sleep(0.02)
-
-
-def all_gone(processes: list[psutil.Process]) -> bool:
-    return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
-
-
-def family(server: RunningServer) -> list[psutil.Process]:
-    return psutil.Process(server.process.pid).children(recursive=True)
 
 
 def control(server: RunningServer, operation: str, **arguments: Any) -> dict[str, Any]:

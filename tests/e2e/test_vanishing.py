@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
 from urllib.parse import urlsplit
 
 import httpx
 import msgspec
 
+from headrace.testing.processes import eventually
 from headrace.testing.server import RunningServer
 
 MODULES = ("headrace.engine.process", "headrace.server.process")
@@ -26,13 +26,6 @@ def open_stream(url: str, **body: object) -> socket.socket:
     return connection
 
 
-def eventually(condition: Callable[[], bool], what: str, seconds: float = 5.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, f"it did not come true that {what}"
-        time.sleep(0.02)
-
-
 def is_idle(server: RunningServer) -> bool:
     load = server.get("/v1/load").json()
     return not (load["running"] or load["waiting"] or load["queued_tokens"])
@@ -45,13 +38,13 @@ def test_a_stream_that_is_left_during_a_long_prefill_blocks_nothing() -> None:
         left = open_stream(server.url, prompt="x", max_tokens=LONG)
         assert left.recv(100)
         prefilling = open_stream(server.url, prompt=[7] * LONG, max_tokens=LONG)
-        eventually(lambda: server.get("/v1/load").json()["running"] == 2, "the long prompt is computed")
+        eventually(lambda: server.get("/v1/load").json()["running"] == 2, what="the long prompt is computed")
         left.close()
         begin = time.perf_counter()
         for path in ("/livez", "/health", "/readyz"):
             assert server.get(path).status_code == 200
         assert time.perf_counter() - begin < 1.0
-        eventually(lambda: server.get("/v1/load").json()["running"] == 1, "the one that was left has gone")
+        eventually(lambda: server.get("/v1/load").json()["running"] == 1, what="the one that was left has gone")
         reply = httpx.post(server.url + "/v1/completions", json={"prompt": "y", "max_tokens": 1}, timeout=20.0)
         assert reply.json()["choices"][0]["finish_reason"] == "length"
         assert server.terminate(10.0) == 0
@@ -74,13 +67,15 @@ def test_a_thousand_streams_that_are_left_leave_nothing() -> None:
             return [server.children(module)[0].num_fds() for module in MODULES]
 
         leave(100)
-        eventually(lambda: is_idle(server), "all of the first have gone")
+        eventually(lambda: is_idle(server), what="all of the first have gone")
         first, blocks = num_fds(), server.get("/v1/load").json()["free_blocks"]
         leave(900)
-        eventually(lambda: is_idle(server), "all have gone")
+        eventually(lambda: is_idle(server), what="all have gone")
         with httpx.Client(base_url=server.url, timeout=10.0) as client:
             for _ in range(100):
                 reply = client.post("/v1/completions", json={"prompt": "left", "max_tokens": 3})
                 assert reply.json()["choices"][0]["text"] == "lef"
-        eventually(lambda: server.get("/v1/load").json()["free_blocks"] == blocks, "all blocks are free")
-        eventually(lambda: max(b - a for a, b in zip(first, num_fds(), strict=True)) <= 2, "few descriptors are open")
+        eventually(lambda: server.get("/v1/load").json()["free_blocks"] == blocks, what="all blocks are free")
+        eventually(
+            lambda: max(b - a for a, b in zip(first, num_fds(), strict=True)) <= 2, what="few descriptors are open"
+        )

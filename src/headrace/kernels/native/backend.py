@@ -15,7 +15,7 @@ import numpy as np
 from headrace.errors import ConfigError
 from headrace.kernels.native import _native
 from headrace.kernels.native.experts import NativeExperts
-from headrace.kernels.native.mailbox import post_inputs
+from headrace.kernels.native.mailbox import arrays_of, post_inputs
 from headrace.kernels.native.packer import NativePacker
 from headrace.kernels.native.recorder import record
 from headrace.kernels.native.steps import StackedWeight
@@ -134,13 +134,7 @@ class NativeBackend:
         if inputs.hidden_rows_U is not None:
             hidden = inputs.hidden_rows_U, np.empty((len(inputs.hidden_rows_U), recorded.hidden_size), np.float32)
         recorded.program.run(
-            inputs.token_ids_T,
-            inputs.positions_T,
-            inputs.kv_slots_T,
-            inputs.query_starts,
-            inputs.context_lens_S,
-            inputs.block_tables_SB,
-            inputs.logit_rows_R,
+            *arrays_of(inputs),
             (outputs.logits_RV, outputs.best_R, outputs.finite_R),
             hidden,
         )

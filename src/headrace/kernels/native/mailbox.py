@@ -11,11 +11,12 @@ from headrace.kernels.native import _native
 from headrace.kernels.ops import StepInputs
 
 _HEADER_BYTES = 4 * 8
+StepArrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def post_inputs(group: _native.Group, inputs: StepInputs) -> None:
     """Rank 0's. The others must be done with the step before, which the last barrier of that step has made sure."""
-    arrays = _arrays_of(inputs)
+    arrays = arrays_of(inputs)
     mailbox = group.mailbox(group.posted + 1, _HEADER_BYTES + sum(map(_padded, arrays)))
     num_sequences, table_width = inputs.block_tables_SB.shape
     header = (len(inputs.token_ids_T), num_sequences, table_width, len(inputs.logit_rows_R))
@@ -49,7 +50,8 @@ def read_inputs(group: _native.Group, number: int) -> StepInputs:
     return StepInputs(*arrays)
 
 
-def _arrays_of(inputs: StepInputs) -> tuple[np.ndarray, ...]:
+def arrays_of(inputs: StepInputs) -> StepArrays:
+    """What every rank needs, in the order in which a program takes it."""
     return (
         inputs.token_ids_T,
         inputs.positions_T,
