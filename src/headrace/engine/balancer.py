@@ -45,6 +45,7 @@ from headrace.executor.base import Executor, ExpertMover
 
 logger = logging.getLogger(__name__)
 
+_BANDWIDTH = 1e9  # bytes per second at which experts move, and steps wait for it (docs/log.md)
 _COUNT_STEPS = 8
 """Steps after which counts are taken at the latest: a look at 48 layers of 128 experts costs 0.3 ms."""
 
@@ -163,7 +164,7 @@ class ExpertBalancer:
         cluster = Cluster(
             num_ranks=self._executor.expert_map.num_ranks, num_nodes=config.expert_nodes, num_groups=num_groups
         )
-        return Policy(settings, cluster, Costs(bytes_per_expert=num_bytes))
+        return Policy(settings, cluster, Costs(bytes_per_expert=num_bytes, bandwidth=_BANDWIDTH))
 
     # ------------------------------------------------------------------------------------------------------- measuring
 
