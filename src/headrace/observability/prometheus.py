@@ -62,6 +62,7 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "request_prefill_time_seconds": ("From first scheduled to first token", SECONDS),
     "request_decode_time_seconds": ("From first to last token", SECONDS),
     "event_loop_lag_seconds": ("How late the front end's event loop woke up", SHORT_SECONDS),
+    "gc_pause_seconds": ("For how long the garbage collector stopped the front end", SHORT_SECONDS),
 }
 COUNTERS: dict[str, tuple[str, str]] = {
     "request_success": ("Ended choices", "finished_reason"),
@@ -76,7 +77,7 @@ EXPECTED = (
 """Label values that are shown from the start: a series that exists can be alerted on."""
 
 
-PER_FRONT_END = frozenset({"event_loop_lag_seconds"})
+PER_FRONT_END = frozenset({"event_loop_lag_seconds", "gc_pause_seconds"})
 """Histograms of a process, not of requests: one per front end, under the label `front_end`."""
 
 

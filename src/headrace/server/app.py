@@ -20,6 +20,7 @@ from headrace.config.generation import parse_defaults
 from headrace.config.options import ServeConfig
 from headrace.errors import ConfigError
 from headrace.observability.logs import set_level
+from headrace.observability.pauses import CollectorPauses
 from headrace.observability.prometheus import Metrics
 from headrace.observability.tracing import open_tracer
 from headrace.processing.inputs import InputProcessor
@@ -147,7 +148,13 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 async def _observe_lag(metrics: Metrics) -> None:
     """How late the loop wakes up says how long something else held it."""
-    while True:
-        due = time.monotonic() + LAG_INTERVAL_S
-        await asyncio.sleep(LAG_INTERVAL_S)
-        metrics.observe("event_loop_lag_seconds", max(0.0, time.monotonic() - due))
+    pauses = CollectorPauses()
+    try:
+        while True:
+            due = time.monotonic() + LAG_INTERVAL_S
+            await asyncio.sleep(LAG_INTERVAL_S)
+            metrics.observe("event_loop_lag_seconds", max(0.0, time.monotonic() - due))
+            for seconds in pauses.take():
+                metrics.observe("gc_pause_seconds", seconds)
+    finally:
+        pauses.close()

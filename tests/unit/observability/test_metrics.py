@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.client.base import EngineStatus
 from headrace.observability.aliases import ALIASES
-from headrace.observability.prometheus import COUNTERS, HISTOGRAMS, Metrics
+from headrace.observability.prometheus import COUNTERS, HISTOGRAMS, PER_FRONT_END, Metrics
 from headrace.observability.totals import Buckets
 
 STATUS = EngineStatus(
@@ -63,6 +63,7 @@ def test_any_front_end_answers_for_all_and_counts_the_engine_once(tmp_path: Path
             metrics.observe("request_prompt_tokens", 5)
         metrics.count_aborts(f"reason-{index}", 2)
         metrics.observe("event_loop_lag_seconds", 0.1)
+        metrics.observe("gc_pause_seconds", 0.001)
     scrapes = [samples(metrics) for metrics in front_ends]
     assert all(values == scrapes[0] for values in scrapes)
     values = scrapes[0]
@@ -78,7 +79,7 @@ def test_any_front_end_answers_for_all_and_counts_the_engine_once(tmp_path: Path
     }
     assert lags == {"0": 1, "1": 1, "2": 1, "3": 1}
     assert {name for (name, labels) in values if "front_end" in dict(labels)} == {
-        f"headrace:event_loop_lag_seconds_{part}" for part in ("bucket", "count", "sum")
+        f"headrace:{name}_{part}" for name in PER_FRONT_END for part in ("bucket", "count", "sum")
     }
 
 
