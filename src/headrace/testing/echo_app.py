@@ -5,6 +5,8 @@ Tests of the request surface share it. At its end it asserts that the engine has
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -20,6 +22,7 @@ from headrace.testing.echo import EchoExecutor
 from headrace.testing.front_end import http_client
 
 MAX_MODEL_LEN = 512
+_IDLE_S = 5.0
 
 
 @asynccontextmanager
@@ -38,7 +41,18 @@ async def echo_app(
     app = create_app(client, byte_tokenizer(), config, served_names=("echo",), set_log_level=lambda _: None)
     async with http_client(app, timeout=30) as http:
         yield http
-    status = client.status()
-    assert (status.num_running, status.num_waiting, status.num_queued_tokens) == (0, 0, 0)
+    await _idle(client)
     app.state.context.inputs.close()
     await client.close()
+
+
+async def _idle(client: InprocClient) -> None:
+    """Nothing may be left behind; the engine says so a turn of its loop after its last answer."""
+    until = time.monotonic() + _IDLE_S
+    while True:
+        status = client.status()
+        left = status.num_running, status.num_waiting, status.num_queued_tokens
+        if not any(left):
+            return
+        assert time.monotonic() < until, left
+        await asyncio.sleep(0.002)
