@@ -14,6 +14,7 @@ import argparse
 import itertools
 import statistics
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,9 @@ class Engine:
             CacheConfig(num_kv_blocks=2048, enable_prefix_caching=False),
             SchedulerConfig(max_num_seqs=NUM_SEQUENCES, max_num_batched_tokens=CHUNK),
         )
-        self.state = EngineState(self.core, ControlConfig(), model, lambda: None)
-        self.state.balancer = self.balancer = ExpertBalancer(self.executor, ExpertsConfig(), lambda: None)
+        self.woken = threading.Event()
+        self.state = EngineState(self.core, ControlConfig(), model, self.woken.set)
+        self.state.balancer = self.balancer = ExpertBalancer(self.executor, ExpertsConfig(), self.woken.set)
         self.answers: dict[int, ControlDone] = {}
         self.plane = ControlPlane(self.state, lambda _, done: self.answers.__setitem__(done.call_id, done))
         self.request_ids, self.call_ids = itertools.count(), itertools.count()
@@ -108,6 +110,8 @@ class Engine:
 
     def finish(self, call_id: int) -> dict[str, Any]:
         while call_id not in self.answers:
+            self.woken.wait()
+            self.woken.clear()
             self.plane.advance()
         done = self.answers[call_id]
         if done.error is not None:

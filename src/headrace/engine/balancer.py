@@ -195,11 +195,11 @@ class ExpertBalancer:
     def _by_rank(self, counts_LP: np.ndarray) -> np.ndarray:
         """[R, L, E], under the map that they were counted under."""
         current = self.current
-        counts_RLE = np.zeros(self._tokens_RLE.shape, np.int64)
-        ranks_P = np.arange(current.num_slots) // current.slots_per_rank
-        layers_L1 = np.arange(self._num_layers)[:, None]
-        np.add.at(counts_RLE, (ranks_P[None, :], layers_L1, current.slots_LP), counts_LP)
-        return counts_RLE
+        num_ranks, num_layers, num_experts = shape = self._tokens_RLE.shape
+        layers_L1, ranks_P = np.arange(num_layers)[:, None], np.arange(current.num_slots) // current.slots_per_rank
+        cells_LP = (ranks_P * num_layers + layers_L1) * num_experts + current.slots_LP
+        sums = np.bincount(cells_LP.ravel(), counts_LP.ravel(), num_ranks * num_layers * num_experts)
+        return sums.astype(np.int64).reshape(shape)  # exact: float64 holds whole numbers up to 2^53
 
     def tokens_by_rank(self, *, clear: bool = False) -> np.ndarray:
         """What each rank's slots were given, by logical expert, since it was last cleared: int64 [R, L, E]."""
@@ -299,16 +299,19 @@ class ExpertBalancer:
         return run
 
     def move(self, run: Run, target: ExpertMap) -> Generator[None, None, None]:
-        """Brings all weights that a map needs to where it needs them, some bytes between two steps each."""
+        """Brings all weights that a map needs to where it needs them, beside the steps: some bytes in each."""
         started_s, mover = self._clock(), self.mover
         mover.open(target)
         has_more = True
         while has_more:
-            has_more = mover.advance(self._bytes_per_step)
+            copying = mover.copy(self._bytes_per_step)
             run.open_stall_s += self._clock() - started_s
-            if has_more:
-                yield from self.give_way(run)
-                started_s = self._clock()
+            run.end_stall()
+            copying.add_done_callback(lambda _: self._wake())
+            yield  # at least one step for so many bytes
+            while not copying.done():
+                yield
+            has_more, started_s = copying.result(), self._clock()
         run.num_bytes += mover.num_bytes
         run.num_experts += mover.num_experts
 
@@ -319,12 +322,6 @@ class ExpertBalancer:
         run.layers_changed += int((target.slots_LP != self.current.slots_LP).any(axis=1).sum())
         self.mover.place()
         run.open_stall_s += self._clock() - started_s
-
-    def give_way(self, run: Run) -> Generator[None, None, None]:
-        """Lets a step come."""
-        run.end_stall()
-        self._wake()
-        yield
 
     def end(self, run: Run, outcome: str, error: str | None = None) -> None:
         """The run is over; whatever was moved and not placed is forgotten."""

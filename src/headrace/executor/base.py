@@ -87,8 +87,8 @@ class ExpertMover(Protocol):
         """Gets ready for a map. One that was open is dropped."""
         ...
 
-    def advance(self, max_bytes: int) -> bool:
-        """Moves at most about so many bytes; whether any are left."""
+    def copy(self, max_bytes: int) -> Future[bool]:
+        """Moves at most about so many bytes, while steps run; its result says whether any are left."""
         ...
 
     def place(self) -> None:

@@ -1,6 +1,6 @@
 """Moves experts between the ranks of a model until a new map can take effect. Rank 0's side.
 
-    open(map) -> advance(max_bytes) between steps, until it says that nothing is left -> place()      or drop()
+    open(map) -> copy(max_bytes) beside the steps, until it says that nothing is left -> place()      or drop()
 
 Weights go from a rank that has an expert to one that gets it, through memory that both see. Nothing that serves changes
 before `place`, which changes weights and map together, on all ranks, between two steps.
@@ -8,15 +8,20 @@ before `place`, which changes weights and map together, on all ranks, between tw
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from headrace.eplb.layout import ExpertMap
 from headrace.eplb.moves import Move, fetches, moves
-from headrace.executor.experts import ExpertShelf
+from headrace.executor.experts import NICENESS, ExpertShelf
 from headrace.executor.weights import RankWeights
 from headrace.executor.workers import Workers
+from headrace.kernels.native import _native
 from headrace.transport import worker as wire
 
 Key = tuple[int, int]
@@ -39,12 +44,19 @@ class _Transfer:
 
 
 class ExpertMoves:
-    """One map at a time. Belongs to the engine's thread, between steps."""
+    """One map at a time. Belongs to the engine's thread, between steps.
+
+    Copying has a thread of its own: it would hold up the steps, not least because new memory is slow when it is first
+    written.
+    """
 
     def __init__(self, weights: RankWeights, shelf: ExpertShelf, workers: Workers) -> None:
         self._weights = weights
         self._shelf = shelf
         self._workers = workers
+        self._thread = ThreadPoolExecutor(1, "expert-moves", os.nice, (NICENESS,))
+        self._thread.submit(int)  # starts it
+        self._lock = threading.Lock()  # whoever ends a map waits for a copy that is under way
         self._map: ExpertMap | None = None
         self._left: list[_Transfer] = []  # of the layer whose turn it is
         self._layers_left: list[int] = []  # rows of the map
@@ -68,39 +80,51 @@ class ExpertMoves:
         self.drop()
         self._map, self._layers_left = new, self._changed(new)
 
-    def advance(self, max_bytes: int) -> bool:
-        """Moves at most about so many bytes; whether any are left."""
-        pieces: list[tuple[_Transfer, wire.ExpertPiece]] = []
-        place = 0
-        while place < max_bytes and self._has_more():
-            transfer = self._left[0]
-            count = min(transfer.num_bytes - transfer.num_done, max_bytes - place)
-            pieces.append((transfer, wire.ExpertPiece(*transfer.key, transfer.num_done, count, place)))
-            transfer.num_done += count
-            place += -(-count // 64) * 64
-            if transfer.num_done == transfer.num_bytes:
-                self._left.pop(0)
-                self.num_experts += len(transfer.targets)
-        if pieces:
-            self._move(pieces)
-            self.num_bytes += sum(piece.num_bytes * len(transfer.targets) for transfer, piece in pieces)
-        return self._has_more()
-
-    def _has_more(self) -> bool:
-        """A layer's moves are found when their turn has come: all at once would hold up the steps."""
+    def copy(self, max_bytes: int) -> Future[bool]:
+        """Moves at most about so many bytes, beside the steps; its result says whether any are left. When none are, all
+        is ready to be placed."""
         assert self._map is not None, "open comes first"
+        return self._thread.submit(self._copy, self._map, min(max_bytes, _native.Group.moves_bytes))
+
+    def _copy(self, new: ExpertMap, max_bytes: int) -> bool:
+        """Nothing happens when the map is no longer wanted."""
+        with self._lock:
+            if self._map is not new:
+                return False
+            pieces: list[tuple[_Transfer, wire.ExpertPiece]] = []
+            place = 0
+            while place < max_bytes and self._has_more(new):
+                transfer = self._left[0]
+                count = min(transfer.num_bytes - transfer.num_done, max_bytes - place)
+                pieces.append((transfer, wire.ExpertPiece(*transfer.key, transfer.num_done, count, place)))
+                transfer.num_done += count
+                place += -(-count // 64) * 64
+                if transfer.num_done == transfer.num_bytes:
+                    self._left.pop(0)
+                    self.num_experts += len(transfer.targets)
+            if pieces:
+                self._move(pieces)
+                self.num_bytes += sum(piece.num_bytes * len(transfer.targets) for transfer, piece in pieces)
+            if self._has_more(new):
+                return True
+            rows = {index: new.slots_LP[index].tolist() for index in self._changed(new)}
+            self._call_all(wire.PrepareExperts(rows), lambda: self._shelf.prepare(rows))
+            return False
+
+    def _has_more(self, new: ExpertMap) -> bool:
+        """A layer's moves are found when their turn has come: all at once would take long."""
         while not self._left and self._layers_left:
-            self._left = self._described(self._transfers(self._map, self._layers_left.pop(0)))
+            self._left = self._described(self._transfers(new, self._layers_left.pop(0)))
         return bool(self._left)
 
     def place(self) -> None:
         """The next step runs with the new map."""
-        assert self._map is not None, "open and advance come first"
-        assert not self._left, "advance to the end comes first"
-        assert not self._layers_left, "advance to the end comes first"
-        rows = {index: self._map.slots_LP[index].tolist() for index in self._changed(self._map)}
-        self._workers.call(wire.PlaceExperts(rows), "between", meanwhile=lambda: self._shelf.place(rows))
+        assert self._map is not None, "open and copy come first"
+        assert not self._left, "copy to the end comes first"
+        assert not self._layers_left, "copy to the end comes first"
+        self._workers.call(wire.PlaceExperts(), "between", meanwhile=self._shelf.place)
         self._clear()
+        self._thread.submit(self._tidy)
 
     def forget_shapes(self) -> None:
         """Other weights may be packed in another way."""
@@ -108,9 +132,19 @@ class ExpertMoves:
 
     def drop(self) -> None:
         """Forgets a map that was open, and what was moved for it. Idempotent."""
-        if self._map is not None:
-            self._workers.call(wire.DropExperts(), "between", meanwhile=self._shelf.drop)
-        self._clear()
+        with self._lock:
+            if self._map is not None:
+                self._call_all(wire.DropExperts(), self._shelf.drop)
+            self._clear()
+
+    def _tidy(self) -> None:
+        """Gives back what is no longer held, before anything else is copied."""
+        with self._lock:
+            self._call_all(wire.DropExperts(), self._shelf.drop)
+
+    def close(self) -> None:
+        """After the workers."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _clear(self) -> None:
         self._map, self._left, self._layers_left = None, [], []
@@ -145,7 +179,7 @@ class ExpertMoves:
             self._shapes[transfer.key] = self._shelf.describe(*transfer.key)
         if any(by_source[1:]):
             calls = [wire.DescribeExperts([each.key for each in by_source[rank]]) for rank in range(1, size)]
-            for own, reply in zip(by_source[1:], self._workers.call_each(calls, "between", may_fail=True), strict=True):
+            for own, reply in zip(by_source[1:], self._workers.call_each(calls, "behind", may_fail=True), strict=True):
                 assert isinstance(reply, wire.Shapes), "that is the answer"
                 self._shapes.update(zip((transfer.key for transfer in own), reply.shapes, strict=True))
         for transfer in transfers:
@@ -157,9 +191,14 @@ class ExpertMoves:
         given = [[piece for transfer, piece in pieces if transfer.source == rank] for rank in ranks]
         taken = [[piece for transfer, piece in pieces if rank in transfer.targets] for rank in ranks]
         shapes = {"{}.{}".format(*transfer.key): transfer.shapes for transfer, _ in pieces}
-        self._workers.call_each(
-            [wire.MoveExperts(given[rank], taken[rank], shapes) for rank in ranks[1:]],
-            "between",
-            meanwhile=lambda: self._shelf.move(given[0], taken[0], shapes),
-            may_fail=True,  # what was taken is nobody's yet
+        self._call_each([wire.GiveExperts(given[rank]) for rank in ranks[1:]], lambda: self._shelf.give(given[0]))
+        self._call_each(
+            [wire.TakeExperts(taken[rank], shapes) for rank in ranks[1:]], lambda: self._shelf.take(taken[0], shapes)
         )
+
+    def _call_all(self, call: wire.Call, own: Callable[[], None]) -> None:
+        self._call_each([call] * (self._weights.shard.size - 1), own)
+
+    def _call_each(self, calls: Sequence[wire.Call], own: Callable[[], None]) -> None:
+        """On all ranks. It may fail: what was taken is nobody's yet."""
+        self._workers.call_each(calls, "behind", meanwhile=own, may_fail=True)

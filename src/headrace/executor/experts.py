@@ -9,48 +9,47 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.eplb.layout import ExpertMap
-from headrace.executor.weights import RankWeights
+from headrace.executor.weights import PreparedMap, RankWeights
 from headrace.kernels import Backend
 from headrace.kernels.native import _native
+from headrace.models.units import WeightSet
 from headrace.transport.worker import ExpertPiece, PartShape
 
+NICENESS = 10  # of the threads that move them: where all cores compute, steps go first
 _UNITS = ("gate_up", "down")
 
 
 class ExpertShelf:
-    """One rank's. The group's heap is used between steps alone."""
+    """One rank's. All but `place` happens beside the steps: weights in use are read, and none of them changes."""
 
     def __init__(self, weights: RankWeights, backend: Backend, group: _native.Group) -> None:
         self._weights = weights
         self._backend = backend
-        self._group = group
-        self._heap = group.heap(_native.Group.heap_bytes)
+        self._shared = group.moves  # what one rank has written there, others read when it has said so
         self._taken: dict[tuple[int, int], list[Any]] = {}  # parts by layer and expert
+        self._prepared: PreparedMap | None = None
+        self._replaced: WeightSet | None = None  # kept until steps run again: giving memory back takes long
 
     def describe(self, layer: int, expert: int) -> list[PartShape]:
         """Of an expert that this rank holds."""
         return [PartShape(part.kind, part.rows, part.cols, part.num_bytes) for part in self._parts(layer, expert)]
 
-    def move(self, given: list[ExpertPiece], taken: list[ExpertPiece], shapes: dict[str, list[PartShape]]) -> None:
-        """All ranks do this at once. One that fails would leave the others waiting, so it fails the group: what moves
-        is known to be there."""
-        try:
-            for piece in given:
-                self._copy(self._parts(piece.layer, piece.expert), piece, is_giving=True)
-        except BaseException:
-            self._group.fail()
-            raise
-        if not self._group.barrier():
-            raise RuntimeError("another rank has failed")
-        for piece in taken:
+    def give(self, pieces: list[ExpertPiece]) -> None:
+        """Of experts that this rank holds."""
+        for piece in pieces:
+            self._copy(self._parts(piece.layer, piece.expert), piece, is_giving=True)
+
+    def take(self, pieces: list[ExpertPiece], shapes: dict[str, list[PartShape]]) -> None:
+        """What all ranks have given."""
+        for piece in pieces:
             key = (piece.layer, piece.expert)
             if key not in self._taken:
                 blank = self._backend.blank
                 self._taken[key] = [blank(each.kind, each.rows, each.cols) for each in shapes["{}.{}".format(*key)]]
             self._copy(self._taken[key], piece, is_giving=False)
 
-    def place(self, rows: dict[int, list[int]]) -> None:
-        """New rows of the map, by layer with experts. Everything that they want here is here, or was taken."""
+    def prepare(self, rows: dict[int, list[int]]) -> None:
+        """For new rows of the map, by layer with experts. Everything that they want here is here, or was taken."""
         old = self._weights.shard.experts
         assert old is not None, "experts are spread over ranks"
         slots_LP = old.slots_LP.copy()
@@ -63,10 +62,18 @@ class ExpertShelf:
             units[f"{name}gate_up"] = packer.pack_linear(parts[:-1])
             units[f"{name}down"] = packer.pack_linear(parts[-1:])
         self._taken.clear()
-        self._weights.place(experts, units)
+        self._prepared = self._weights.prepare(experts, units)
+
+    def place(self) -> None:
+        """Between two steps."""
+        assert self._prepared is not None, "prepare comes first"
+        prepared, self._prepared, self._replaced = self._prepared, None, self._weights.set
+        self._weights.place(prepared)
 
     def drop(self) -> None:
+        """What was taken or prepared, and what others have taken the place of."""
         self._taken.clear()
+        self._prepared = self._replaced = None
 
     def _parts(self, layer: int, expert: int) -> list[Any]:
         weights = self._weights.set
@@ -80,7 +87,7 @@ class ExpertShelf:
             data = self._backend.raw(part)
             first, last = max(piece.start - at, 0), min(piece.start + piece.num_bytes - at, len(data))
             if first < last:
-                ours, heap = data[first:last], self._heap[place : place + last - first]
-                (heap if is_giving else ours)[:] = ours if is_giving else heap
+                ours, shared = data[first:last], self._shared[place : place + last - first]
+                (shared if is_giving else ours)[:] = ours if is_giving else shared
                 place += last - first
             at += len(data)

@@ -196,6 +196,8 @@ class MultiprocExecutor:
 
     def close(self) -> None:
         self._workers.close()
+        if self.expert_moves is not None:
+            self.expert_moves.close()
         self._own.close()
 
     # ------------------------------------------------------------------ weights and memory, between steps

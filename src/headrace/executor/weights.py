@@ -14,6 +14,7 @@ import numpy as np
 from headrace.eplb.layout import ExpertMap
 from headrace.errors import NotFound
 from headrace.kernels import Backend
+from headrace.kernels.ops import Packed
 from headrace.models import load_model
 from headrace.models.decoder import Decoder
 from headrace.models.shard import Sharding
@@ -28,6 +29,14 @@ class WeightsInUse:
 
     set: WeightSet
     decoder: Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedMap:
+    """Another placement of experts, with all that it needs."""
+
+    set: WeightSet
+    held: dict[int, dict[int, tuple[Packed, Packed]]]  # of each layer that changes: gate_up and down, by slot
 
 
 class RankWeights:
@@ -131,23 +140,28 @@ class RankWeights:
 
     # --------------------------------------------------------------------------------------------------------- experts
 
-    def place(self, experts: ExpertMap, taken: dict[str, object]) -> None:
-        """The next step runs with this map. `taken` has the units of experts that are new on this rank, by name."""
-        before, self.shard = self.shard, self.shard.with_experts(experts)
+    def prepare(self, experts: ExpertMap, taken: dict[str, Packed]) -> PreparedMap:
+        """`taken` has the units of experts that are new on this rank, by name. Any thread."""
         assert self._in_use is not None, "experts move while there are weights"
-        old, decoder = self._in_use.set, self._in_use.decoder
+        old, shard = self._in_use.set, self.shard.with_experts(experts)
         handles = {**old.handles, **taken}
-        weights = WeightSet(old.layout, handles, self.shard)
-        for layer in self.shard.moe_index:
-            if np.array_equal(before.slots(layer), self.shard.slots(layer)):
-                continue
-            for expert in before.held_experts(layer) - self.shard.held_experts(layer):
+        layers = [each for each in shard.moe_index if not np.array_equal(old.shard.slots(each), shard.slots(each))]
+        for layer in layers:
+            for expert in old.shard.held_experts(layer) - shard.held_experts(layer):
                 for part in ("gate_up", "down"):
                     del handles[f"layers.{layer}.experts.{expert}.{part}"]
-            placed = decoder.layers[layer].experts
+        weights = WeightSet(old.layout, handles, shard)
+        return PreparedMap(weights, {layer: weights.held_experts(layer) for layer in layers})
+
+    def place(self, prepared: PreparedMap) -> None:
+        """The next step runs with this map."""
+        assert self._in_use is not None, "experts move while there are weights"
+        self.shard = prepared.set.shard
+        for layer, held in prepared.held.items():
+            placed = self._in_use.decoder.layers[layer].experts
             assert placed is not None, "a layer with experts"
-            placed.place(self.shard.slots(layer), weights.held_experts(layer))
-        self._in_use = replace(self._in_use, set=weights)
+            placed.place(self.shard.slots(layer), held)
+        self._in_use = replace(self._in_use, set=prepared.set)
 
     def take_counts(self) -> np.ndarray | None:
         """Tokens that each slot was given since the last call: int64 [layers with experts, P]. Any thread."""

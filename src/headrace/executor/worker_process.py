@@ -1,9 +1,10 @@
 """A worker process: one rank of a model, without any policy. Started by `workers.py`, which also ends it.
 
-    python -m headrace.executor.worker_process GROUP BETWEEN BESIDE      (descriptors)
+    python -m headrace.executor.worker_process GROUP BETWEEN BESIDE BEHIND      (descriptors)
 
-Its main thread runs the steps that rank 0 posts in the group's memory. Two more threads answer calls: one those that
-come between two steps, while the main thread waits, the other slow work beside the steps. It goes when rank 0 does.
+Its main thread runs the steps that rank 0 posts in the group's memory. Three more threads answer calls: one those that
+come between two steps, while the main thread waits, one slow work beside the steps, and one what may not slow them
+down. It goes when rank 0 does.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import msgspec
 import numpy as np
 
 from headrace.errors import Conflict, HeadraceError, InvalidRequest
-from headrace.executor.experts import ExpertShelf
+from headrace.executor.experts import NICENESS, ExpertShelf
 from headrace.executor.weights import RankWeights
 from headrace.kernels.native import _native
 from headrace.kernels.native.backend import NativeBackend
@@ -103,10 +104,14 @@ class Rank:
                 return wire.Done(names=weights.differing(self._stage(stage)))
             case wire.DescribeExperts(experts):
                 return wire.Shapes([self._shelf.describe(layer, expert) for layer, expert in experts])
-            case wire.MoveExperts(given, taken, shapes):
-                self._shelf.move(given, taken, shapes)
-            case wire.PlaceExperts(slots):
-                self._shelf.place(slots)
+            case wire.GiveExperts(pieces):
+                self._shelf.give(pieces)
+            case wire.TakeExperts(pieces, shapes):
+                self._shelf.take(pieces, shapes)
+            case wire.PrepareExperts(slots):
+                self._shelf.prepare(slots)
+            case wire.PlaceExperts():
+                self._shelf.place()
             case wire.DropExperts():
                 self._shelf.drop()
             case wire.Launch():
@@ -143,8 +148,9 @@ def _map_tensors(places: list[wire.TensorPlace], descriptor: int) -> dict[str, C
     }
 
 
-def serve(channel: socket.socket, rank: Rank) -> None:
+def serve(channel: socket.socket, rank: Rank, niceness: int = 0) -> None:
     """Answers calls until rank 0 is gone. A call that fails is answered by its error."""
+    os.nice(niceness)  # on Linux, of this thread
     try:
         while True:
             data, descriptor = receive_frame(channel)
@@ -177,14 +183,14 @@ def main(argv: list[str]) -> int:
     show_stacks_on_request()
     ParentWatch()
     group_descriptor, *channels = map(int, argv[1:])
-    between, beside = (socket.socket(fileno=each) for each in channels)
+    between, beside, behind = (socket.socket(fileno=each) for each in channels)
     try:
-        return start(group_descriptor, between, beside)
+        return start(group_descriptor, between, beside, behind)
     except (EOFError, ConnectionError):  # rank 0 could not start either
         return 1
 
 
-def start(group_descriptor: int, between: socket.socket, beside: socket.socket) -> int:
+def start(group_descriptor: int, between: socket.socket, beside: socket.socket, behind: socket.socket) -> int:
     """Loads what rank 0 says, and serves until the group fails. Returns the exit code."""
     launch = wire.decode_call(receive_frame(between)[0])
     assert isinstance(launch, wire.Launch), "the first call"
@@ -196,8 +202,8 @@ def start(group_descriptor: int, between: socket.socket, beside: socket.socket) 
         send_frame(between, wire.encode(wire.Failed(type(error).__name__, str(error))))
         return 1
     send_frame(between, wire.encode(wire.Done(num_bytes=rank.weights.num_bytes)))
-    for channel in (between, beside):
-        threading.Thread(target=serve, args=(channel, rank), daemon=True).start()
+    for channel, niceness in ((between, 0), (beside, 0), (behind, NICENESS)):
+        threading.Thread(target=serve, args=(channel, rank, niceness), daemon=True).start()
     return run(group, rank)
 
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from headrace import errors
 from headrace.errors import HeadraceError, InternalError, StartupError
@@ -30,8 +30,10 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM
 _STOP_WAIT_S = 3.0  # less than the engine itself is given to go
 _NOTICE_S = 1.0  # in which the end of a process is noticed, once its sockets are closed
 
-When = Literal["between", "beside"]
-"""Between two steps, by the engine's thread; or beside them, by any one thread."""
+When = Literal["between", "beside", "behind"]
+"""Between two steps, by the engine's thread; beside them, by any one thread; or behind them: likewise, with what the
+steps leave of the cores."""
+_WHENS: tuple[When, ...] = get_args(When)
 
 
 class WorkerDied(HeadraceError):
@@ -45,7 +47,7 @@ class Worker:
         self.rank = rank
         self._channels: dict[When, socket.socket] = {}
         theirs: list[socket.socket] = []
-        for when in ("between", "beside"):
+        for when in _WHENS:
             ours, other = socket.socketpair()
             self._channels[when] = ours
             theirs.append(other)
@@ -104,7 +106,7 @@ class Workers:
         self._is_ready = False
         self._is_closing = False
         self._lock = threading.Lock()
-        self._locks: dict[When, threading.Lock] = {"between": threading.Lock(), "beside": threading.Lock()}
+        self._locks: dict[When, threading.Lock] = {when: threading.Lock() for when in _WHENS}
         self._workers = [Worker(rank, group_descriptor) for rank in range(1, group.size)]
         for worker in self._workers:
             threading.Thread(target=self._watch, args=(worker,), name=f"rank-{worker.rank}", daemon=True).start()

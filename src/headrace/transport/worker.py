@@ -95,7 +95,7 @@ class DifferingFrom(msgspec.Struct, frozen=True, tag="differing_from"):
 
 
 class ExpertPiece(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes [start, start + num_bytes) of an expert, which lie at `place` in the group's heap between two steps."""
+    """Bytes [start, start + num_bytes) of an expert, which lie at `place` in the group's memory for moves."""
 
     layer: int
     expert: int
@@ -119,24 +119,31 @@ class DescribeExperts(msgspec.Struct, frozen=True, tag="describe_experts"):
     experts: list[tuple[int, int]]  # layer, expert
 
 
-class MoveExperts(msgspec.Struct, frozen=True, tag="move_experts"):
-    """Copy pieces into the heap, meet the other ranks, and copy pieces out of it, into memory beside the weights in
-    use."""
+class GiveExperts(msgspec.Struct, frozen=True, tag="give_experts"):
+    """Copy pieces of experts that are held into the memory for moves."""
 
-    given: list[ExpertPiece]
-    taken: list[ExpertPiece]
-    shapes: dict[str, list[PartShape]]  # of those taken, by "layer.expert"
+    pieces: list[ExpertPiece]
 
 
-class PlaceExperts(msgspec.Struct, frozen=True, tag="place_experts"):
-    """The next step runs with these rows of the map, by layer with experts. What was taken is in use, what is no longer
-    held goes."""
+class TakeExperts(msgspec.Struct, frozen=True, tag="take_experts"):
+    """Copy pieces that others have given out of it, beside the weights in use."""
+
+    pieces: list[ExpertPiece]
+    shapes: dict[str, list[PartShape]]  # by "layer.expert"
+
+
+class PrepareExperts(msgspec.Struct, frozen=True, tag="prepare_experts"):
+    """All that these rows of the map need, by layer with experts, has been taken: make ready to use them at once."""
 
     slots: dict[int, list[int]]
 
 
+class PlaceExperts(msgspec.Struct, frozen=True, tag="place_experts"):
+    """The next step runs with the rows that were prepared. What is no longer held goes."""
+
+
 class DropExperts(msgspec.Struct, frozen=True, tag="drop_experts"):
-    """Forget what was taken and not placed."""
+    """Forget what was taken or prepared, and not placed."""
 
 
 Call = (
@@ -153,7 +160,9 @@ Call = (
     | ReadWeight
     | DifferingFrom
     | DescribeExperts
-    | MoveExperts
+    | GiveExperts
+    | TakeExperts
+    | PrepareExperts
     | PlaceExperts
     | DropExperts
 )

@@ -154,9 +154,7 @@ def _change(balancer: ExpertBalancer, run: Run, target: ExpertMap) -> Steps[None
             slots_LP[layer] = target.slots_LP[layer]
             step = ExpertMap(slots_LP, target.num_experts, target.num_ranks)
             yield from balancer.move(run, step)
-            yield from balancer.give_way(run)
             balancer.place(run, step)
-            yield from balancer.give_way(run)
     except BaseException as error:
         if isinstance(error, RequestError):
             error.message += f" {run.layers_changed} layers have the new map, the others keep the old one."

@@ -19,6 +19,7 @@ class NativeExperts:
 
     def __init__(self, num_experts: int) -> None:
         self.table = _native.Experts(num_experts)
+        self._num_slots = 0
 
     def place(self, slots_P: np.ndarray, held: Mapping[int, tuple[StackedWeight, StackedWeight]]) -> None:
         """ValueError where an expert has no slot, or the shapes of experts differ; then everything is as before."""
@@ -27,9 +28,12 @@ class NativeExperts:
         )
         parts = [(slot, list(gate_up.parts), list(down.parts)) for slot, (gate_up, down) in held.items()]
         self.table.place(np.ascontiguousarray(slots_P, np.int32), parts)
+        self._num_slots = len(slots_P)
 
     def take_counts(self) -> np.ndarray:
-        return np.array(self.table.take_counts(), np.int64)
+        counts_P = np.empty(self._num_slots, np.int64)
+        self.table.take_counts(counts_P)
+        return counts_P
 
 
 def native_routing(spec: RoutingSpec) -> _native.Routing:

@@ -78,11 +78,10 @@ void ExpertTable::place(const std::vector<int32_t>& slots, std::vector<std::pair
   num_counts_ = num_slots;
 }
 
-std::vector<int64_t> ExpertTable::take_counts() {
+void ExpertTable::take_counts(int64_t* counts, size_t size) {
   std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<int64_t> taken(num_counts_);
-  for (size_t p = 0; p < num_counts_; p++) taken[p] = counts_[p].exchange(0, std::memory_order_relaxed);
-  return taken;
+  if (size != num_counts_) throw std::invalid_argument("there are " + std::to_string(num_counts_) + " slots");
+  for (size_t p = 0; p < size; p++) counts[p] = counts_[p].exchange(0, std::memory_order_relaxed);
 }
 
 // By chunk where each thread may expect at least eight of them; then at most one in eight of its time is spent waiting.

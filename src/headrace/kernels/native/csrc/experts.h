@@ -35,8 +35,8 @@ class ExpertTable {
   // slots[p]: the expert of slot p; `held`: the slots that this rank computes. Throws std::invalid_argument, and then
   // everything is as before. Counts begin anew.
   void place(const std::vector<int32_t>& slots, std::vector<std::pair<int, ExpertWeights>> held);
-  // Tokens per slot since the last call. Any thread.
-  std::vector<int64_t> take_counts();
+  // Tokens per slot since the last call. Any thread. Throws std::invalid_argument unless there is room for all slots.
+  void take_counts(int64_t* counts, size_t size);
 
   int num_experts() const { return num_experts_; }
   int num_slots() const { return (int)held_.size(); }

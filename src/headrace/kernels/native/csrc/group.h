@@ -1,7 +1,7 @@
 // The ranks of one model on one host: memory that all of them map, a barrier, and a mailbox from rank 0 to the others.
 // What a rank computes for all, it writes where the others read it; so collectives are a barrier and no copy.
 //
-//   | control | mailbox 0 | mailbox 1 | logits | heap: buffers of the step, at the same places on every rank |
+//   | control | mailbox 0 | mailbox 1 | logits | heap: buffers of the step, at the same places on every rank | moves |
 //
 // The file is sparse: memory is taken where it is touched. A rank that dies never reaches the barrier, so whoever notices
 // calls fail(): every wait then ends at once, and what has been computed is worth nothing.
@@ -15,8 +15,9 @@ namespace hr {
 class Group {
  public:
   static constexpr size_t kMailbox = size_t(1) << 30, kLogits = size_t(16) << 30, kHeap = size_t(256) << 30;
+  static constexpr size_t kMoves = size_t(1) << 30;
   static constexpr size_t kControl = 4096;
-  static constexpr size_t kBytes = kControl + 2 * kMailbox + kLogits + kHeap;
+  static constexpr size_t kBytes = kControl + 2 * kMailbox + kLogits + kHeap + kMoves;
 
   // Maps the file, which must have kBytes; the descriptor may be closed afterwards.
   Group(int descriptor, int rank, int size);
@@ -31,6 +32,8 @@ class Group {
   void trim_logits(size_t bytes, size_t used);
   float* logits() const { return (float*)(base_ + kControl + 2 * kMailbox); }
   uint8_t* heap() const { return base_ + kControl + 2 * kMailbox + kLogits; }
+  // For weights on their way from rank to rank, beside the steps.
+  uint8_t* moves() const { return heap() + kHeap; }
 
   // Returns when all ranks have come; false when one has failed.
   bool barrier();

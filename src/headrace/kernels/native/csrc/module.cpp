@@ -237,7 +237,7 @@ NB_MODULE(_native, m) {
   nb::class_<Group>(m, "Group")
       .def(nb::init<int, int, int>())
       .def_ro_static("num_bytes", &Group::kBytes)
-      .def_ro_static("heap_bytes", &Group::kHeap)
+      .def_ro_static("moves_bytes", &Group::kMoves)
       .def_prop_ro("rank", &Group::rank)
       .def_prop_ro("size", &Group::size)
       .def_prop_ro("posted", &Group::posted)
@@ -255,9 +255,8 @@ NB_MODULE(_native, m) {
             return nb::ndarray<nb::numpy, float, nb::ndim<2>>(g.logits(), {rows, width}, nb::find(g));
           })
       .def("trim_logits", &Group::trim_logits)
-      .def("heap", [](Group& g, size_t bytes) {
-            if (bytes > Group::kHeap) throw std::bad_alloc();
-            return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(g.heap(), {bytes}, nb::find(g));
+      .def_prop_ro("moves", [](Group& g) {
+            return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(g.moves(), {Group::kMoves}, nb::find(g));
           });
   nb::class_<Arena>(m, "Arena").def(nb::init<>());
   nb::class_<Pool>(m, "Pool").def(nb::init<int, bool>()).def_prop_ro("size", &Pool::size);
@@ -276,7 +275,7 @@ NB_MODULE(_native, m) {
   nb::class_<PyExperts>(m, "Experts")
       .def(nb::init<int>())
       .def("place", &PyExperts::place)
-      .def("take_counts", [](PyExperts& e) { return e.table.take_counts(); });
+      .def("take_counts", [](PyExperts& e, Out<int64_t, 1> counts) { e.table.take_counts(counts.data(), counts.size()); });
   m.def("pack_blocks", &pack_blocks, "A weight from the bytes of a GGUF or half-precision tensor [rows, cols].");
   m.def("pack_floats", &pack_floats, "A weight from float32 [rows, cols], as w8, w4 or f32.");
   m.def("blank", &blank_of, "A weight of zeros, for bytes that are copied into its `data` from one of the same shape and kind.");
