@@ -220,8 +220,12 @@ def test_a_worker_that_hangs_is_ended_by_force(model: Path, monkeypatch: pytest.
 # ------------------------------------------------------------------------------------------------------------- starting
 
 
-def start(folder: Path, size: int, *, redundant: int = 0, is_spread: bool = False) -> None:
-    parallel = ParallelConfig(tensor_parallel_size=size, enable_expert_parallel=is_spread, redundant_experts=redundant)
+def start(
+    folder: Path, size: int, *, redundant: int = 0, is_spread: bool = False, expert_map: str | None = None
+) -> None:
+    parallel = ParallelConfig(
+        tensor_parallel_size=size, enable_expert_parallel=is_spread, redundant_experts=redundant, expert_map=expert_map
+    )
     create_executor(ModelConfig(threads=1), folder, parallel=parallel).close()
 
 
@@ -246,6 +250,13 @@ def cut_the_file(folder: Path) -> None:
             "redundant.* is 1.*allowed: 0, 2",
         ),
         (damage_nothing, {"size": 2, "redundant": 2}, ConfigError, "2 needs --enable-expert-parallel"),
+        (damage_nothing, {"size": 2, "expert_map": "x.json"}, ConfigError, "x.json needs --enable-expert-parallel"),
+        (
+            damage_nothing,
+            {"size": 2, "is_spread": True, "expert_map": "nowhere.json"},
+            ConfigError,
+            "cannot read --expert-map nowhere.json: No such file",
+        ),
     ],
 )
 def test_what_cannot_start(

@@ -209,6 +209,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     RankMachine.two = RankRig(
         RankMachine.folders[1], 2, num_redundant=2, experts=ExpertsConfig(expert_move_bytes="12KiB")
     )
+    RankMachine.two.copy_at_once()
     yield RankMachine
     RankMachine.one.close()
     RankMachine.two.close()

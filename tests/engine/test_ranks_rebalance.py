@@ -4,8 +4,7 @@ what ends early leaves each layer with weights and map that belong together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +47,7 @@ def expected(model: Path) -> list[object]:
 def quick(model: Path) -> Iterator[RankRig]:
     """A layer has its new map in the next step."""
     rig = RankRig(model, 3, num_redundant=3)
+    rig.copy_at_once()
     yield rig
     rig.close()
 
@@ -58,15 +58,6 @@ def slow(model: Path) -> Iterator[RankRig]:
     rig = RankRig(model, 2, num_redundant=2, experts=ExpertsConfig(expert_move_bytes="20KiB"))
     yield rig
     rig.close()
-
-
-class AtOnce:
-    """The thread that copies experts, as if it were done before anybody looks."""
-
-    def submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(work(*arguments))
-        return future
 
 
 @pytest.fixture
@@ -85,8 +76,6 @@ def test_any_map_at_any_step(
     """Requests come and go all the while, several at a time."""
     monkeypatch.setattr(state, "Background", SlowWork)  # nobody waits for a thread
     rig: RankRig = request.getfixturevalue(name)
-    if name == "quick":
-        monkeypatch.setattr(rig.real.expert_moves, "_thread", AtOnce())
     rng = np.random.default_rng(0)
     requests: list[tuple[int, int]] = []
     num_turns = 0

@@ -1,23 +1,21 @@
 """`headrace ctl experts`: loads and placement of the experts of a running server, what moving would bring, moving.
 
-`ctl.py` calls it. Maps and loads in files are JSON: an array of rows, one for each layer with experts, or an object
-that has it under `slots` or `tokens`, such as what `headrace ctl experts stats --json` prints.
+`ctl.py` calls it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from headrace.cli.control_client import ControlClient, Json
 from headrace.cli.ctl_output import error_text, print_reply, progress_bar, table_lines
 from headrace.cli.help import HelpFormatter
 from headrace.config.size import format_size
-from headrace.errors import ConfigError, StartupError
+from headrace.eplb.files import read_rows
+from headrace.errors import StartupError
 
 NUM_BUSIEST = 3
 
@@ -97,7 +95,7 @@ def _operate(client: ControlClient, action: str, args: argparse.Namespace) -> Js
             body[name] = getattr(args, name)
     for name in ("slots", "tokens"):
         if getattr(args, name, None) is not None:
-            body[name] = _rows(f"--{name}", getattr(args, name), name)
+            body[name] = read_rows(f"--{name}", getattr(args, name), name)
     with progress_bar(f"experts {action}") as bar:
         return client.run("rebalance_experts", body, bar.show_status)
 
@@ -107,19 +105,6 @@ def _report(args: argparse.Namespace, operation: Json, lines: Any) -> int:
         raise StartupError(f"{operation['kind']} {operation['state']}: {error_text(operation)}")
     print_reply(args, operation, lines)
     return 0 if operation["state"] == "succeeded" else 1
-
-
-def _rows(option: str, file: str, name: str) -> Any:
-    try:
-        found = json.loads(Path(file).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {option} {file}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{option} {file} is no JSON: {error}") from error
-    rows = found.get(name) if isinstance(found, dict) else found
-    if not isinstance(rows, list):
-        raise ConfigError(f"{option} {file} holds neither an array of rows nor an object with {name}")
-    return rows
 
 
 # --------------------------------------------------------------------------------------------------------------- output

@@ -70,6 +70,12 @@ class ParallelConfig:
     redundant_experts: int = option(
         0, "second copies of busy experts, over all ranks; needs --enable-expert-parallel", minimum=0
     )
+    expert_map: str | None = option(
+        None,
+        "where experts are at the start, redundant ones included: JSON that `headrace ctl experts stats --json` has"
+        " printed (default: in order)",
+        metavar="FILE",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

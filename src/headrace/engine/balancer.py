@@ -129,6 +129,7 @@ class ExpertBalancer:
         self._config = config
         self._clock = clock
         current = executor.expert_map
+        self.first_map = current  # of the start
         self._num_layers = len(executor.expert_layers)
         counts_LP = executor.take_expert_counts()
         assert counts_LP is not None, "made for a model with experts"
@@ -318,10 +319,18 @@ class ExpertBalancer:
     def place(self, run: Run, target: ExpertMap) -> None:
         """The next step runs with the map whose weights were moved."""
         started_s = self._clock()
-        self.count()  # under the map that goes
-        run.layers_changed += int((target.slots_LP != self.current.slots_LP).any(axis=1).sum())
+        self._leave(run, target)
         self.mover.place()
         run.open_stall_s += self._clock() - started_s
+
+    def remap(self, run: Run, target: ExpertMap) -> None:
+        """The weights that come next, after sleep say, lie as this map wants it: from disk, or from their sender."""
+        self._leave(run, target)
+        self.mover.remap(target)
+
+    def _leave(self, run: Run, target: ExpertMap) -> None:
+        self.count()  # under the map that goes
+        run.layers_changed += int((target.slots_LP != self.current.slots_LP).any(axis=1).sum())
 
     def end(self, run: Run, outcome: str, error: str | None = None) -> None:
         """The run is over; whatever was moved and not placed is forgotten."""

@@ -33,16 +33,23 @@ def create_executor(
 ) -> Executor:
     """The executor of one engine, for the model that lies at `model_path`. Blocks while weights load. On the board at
     `board_path` ranks other than 0 write their heartbeats. Raises CheckpointError and ConfigError."""
+    from headrace.eplb.files import read_slots
     from headrace.executor.uniproc import UniprocExecutor
     from headrace.kernels import create_backend, has_native
     from headrace.models.shard import Sharding
 
     parallel, grammars = parallel or ParallelConfig(), grammars or Grammars()
     size = parallel.tensor_parallel_size
-    if parallel.redundant_experts and not parallel.enable_expert_parallel:
-        raise ConfigError(f"--redundant-experts {parallel.redundant_experts} needs --enable-expert-parallel")
+    if not parallel.enable_expert_parallel:
+        if parallel.redundant_experts:
+            raise ConfigError(f"--redundant-experts {parallel.redundant_experts} needs --enable-expert-parallel")
+        if parallel.expert_map is not None:
+            raise ConfigError(f"--expert-map {parallel.expert_map} needs --enable-expert-parallel")
     sharding = Sharding(
-        size=size, has_whole_experts=parallel.enable_expert_parallel, num_redundant=parallel.redundant_experts
+        size=size,
+        has_whole_experts=parallel.enable_expert_parallel,
+        num_redundant=parallel.redundant_experts,
+        slots=None if parallel.expert_map is None else read_slots("--expert-map", parallel.expert_map),
     )
     if size == 1:
         backend = create_backend(

@@ -95,6 +95,10 @@ class ExpertMover(Protocol):
         """The next step runs with the new map, on all ranks."""
         ...
 
+    def remap(self, new: ExpertMap) -> None:
+        """While there are no weights: those that come next lie as this map says."""
+        ...
+
     def drop(self) -> None:
         """Forgets a map that was open, and what was moved for it. Idempotent."""
         ...

@@ -142,6 +142,19 @@ class ExpertMoves:
         with self._lock:
             self._call_all(wire.DropExperts(), self._shelf.drop)
 
+    def remap(self, new: ExpertMap) -> None:
+        """While there are no weights: the next ones are read, or taken from whoever sends them, straight to where this
+        map wants them."""
+        self.drop()
+        formats = self._weights.expert_formats()
+        for reply in self._workers.call(wire.ReadFormats(), "between"):
+            assert isinstance(reply, wire.ExpertFormats), "that is the answer"
+            formats.update(reply.formats)
+        slots = new.slots_LP.tolist()
+        call = wire.RemapExperts(slots, formats)
+        self._workers.call(call, "between", meanwhile=lambda: self._weights.remap(slots, formats))
+        self._shapes.clear()
+
     def close(self) -> None:
         """After the workers."""
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -159,12 +172,10 @@ class ExpertMoves:
         wanted: dict[Key, list[Move]] = {}
         for move in fetches(moves(old, target)):
             wanted.setdefault((layer, move.expert), []).append(move)
-        transfers = []
-        for key, group in wanted.items():
-            source = group[0].source_rank
-            assert source is not None, "every expert lives on some rank"
-            transfers.append(_Transfer(key, source, tuple(sorted({move.target_rank for move in group}))))
-        return transfers
+        return [
+            _Transfer(key, group[0].source_rank, tuple(sorted({move.target_rank for move in group})))
+            for key, group in wanted.items()
+        ]
 
     def _changed(self, new: ExpertMap) -> list[int]:
         """Rows of the map that a new one changes."""

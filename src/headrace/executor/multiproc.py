@@ -288,6 +288,7 @@ def _launch(rank: int, model_path: Path, sharding: Sharding, options: RankOption
         size=sharding.size,
         has_whole_experts=sharding.has_whole_experts,
         num_redundant=sharding.num_redundant,
+        slots=sharding.slots,
         model_path=str(model_path),
         num_threads=options.num_threads,
         kv_cache_dtype=options.kv_cache_dtype,

@@ -14,7 +14,7 @@ import numpy as np
 from headrace.eplb.layout import ExpertMap
 from headrace.errors import NotFound
 from headrace.kernels import Backend
-from headrace.kernels.ops import Packed
+from headrace.kernels.ops import Formats, Packed
 from headrace.models import load_model
 from headrace.models.decoder import Decoder
 from headrace.models.shard import Sharding
@@ -162,6 +162,20 @@ class RankWeights:
             assert placed is not None, "a layer with experts"
             placed.place(self.shard.slots(layer), held)
         self._in_use = replace(self._in_use, set=prepared.set)
+
+    def expert_formats(self) -> dict[str, Formats]:
+        """Of the experts that this rank holds, or held when its weights went, by unit."""
+        formats = self._formats if self.set is None else self.set.formats(self._backend)
+        return {unit: kinds for unit, kinds in formats.items() if ".experts." in unit}
+
+    def remap(self, slots: list[list[int]], formats: dict[str, Formats]) -> None:
+        """While there are no weights: the next ones have their experts where this map says, packed as they were on
+        whatever rank; `formats` has those of all ranks."""
+        old = self.shard.experts
+        assert old is not None, "experts are spread over ranks"
+        assert self._in_use is None, "weights that are there are moved"
+        self.shard = self.shard.with_experts(ExpertMap(np.array(slots), old.num_experts, old.num_ranks))
+        self._formats = {**self._formats, **formats}
 
     def take_counts(self) -> np.ndarray | None:
         """Tokens that each slot was given since the last call: int64 [layers with experts, P]. Any thread."""

@@ -58,6 +58,7 @@ class Rank:
             size=launch.size,
             has_whole_experts=launch.has_whole_experts,
             num_redundant=launch.num_redundant,
+            slots=launch.slots,
         )
         self.weights = RankWeights(Path(launch.model_path), self._backend, sharding)
         self._shelf = ExpertShelf(self.weights, self._backend, group)
@@ -112,6 +113,10 @@ class Rank:
                 self._shelf.prepare(slots)
             case wire.PlaceExperts():
                 self._shelf.place()
+            case wire.ReadFormats():
+                return wire.ExpertFormats(weights.expert_formats())
+            case wire.RemapExperts(slots, formats):
+                weights.remap(slots, formats)
             case wire.DropExperts():
                 self._shelf.drop()
             case wire.Launch():

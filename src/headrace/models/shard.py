@@ -12,8 +12,8 @@ from functools import cached_property
 
 import numpy as np
 
-from headrace.eplb.layout import ExpertMap, initial_map
-from headrace.errors import ConfigError
+from headrace.eplb.layout import ExpertMap, MapData, initial_map
+from headrace.errors import ConfigError, InvalidRequest
 from headrace.models.config import DecoderConfig
 from headrace.weights.tensor import CheckpointTensor
 
@@ -33,7 +33,8 @@ class Sharding:
     rank: int = 0
     size: int = 1
     has_whole_experts: bool = False  # experts are spread over the ranks, each on one; else every expert is cut
-    num_redundant: int = 0  # slots for second copies of experts, over all ranks
+    num_redundant: int = 0  # slots for second copies of experts, over all ranks; with `slots`, 0: as many as it has
+    slots: list[list[int]] | None = None  # the expert in each slot, by layer with experts; None: in order
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Shard:
         experts = None
         if sharding.has_whole_experts and config.moe is not None:
             num_layers = sum(map(config.is_moe, range(config.num_layers)))
-            experts = initial_map(num_layers, config.moe.num_experts, sharding.num_redundant, size)
+            experts = _first_map(sharding, num_layers, config.moe.num_experts)
         return cls(config, sharding.rank, size, experts)
 
     def with_experts(self, experts: ExpertMap) -> Shard:
@@ -179,6 +180,25 @@ def _rows(total: int, rank: int, size: int) -> range:
         return _part(total, rank, size)
     tiles = _part(num_tiles, rank, size)
     return range(tiles.start * _TILE, min(total, tiles.stop * _TILE))
+
+
+def _first_map(sharding: Sharding, num_layers: int, num_experts: int) -> ExpertMap:
+    if sharding.slots is None:
+        return initial_map(num_layers, num_experts, sharding.num_redundant, sharding.size)
+    num_slots = len(sharding.slots[0]) if sharding.slots else 0
+    if num_slots < num_experts:
+        raise ConfigError(f"--expert-map has {num_slots} slots in a row; the model has {num_experts} experts")
+    try:
+        experts = ExpertMap.from_data(MapData(num_experts, sharding.size, sharding.slots))
+    except InvalidRequest as error:
+        raise ConfigError(f"--expert-map is not possible: {error}") from None
+    if experts.num_layers != num_layers:
+        raise ConfigError(f"--expert-map has {experts.num_layers} rows; the model has {num_layers} layers with experts")
+    if sharding.num_redundant and experts.num_redundant != sharding.num_redundant:
+        raise ConfigError(
+            f"--expert-map has {experts.num_redundant} redundant slots; --redundant-experts is {sharding.num_redundant}"
+        )
+    return experts
 
 
 def _check_size(config: DecoderConfig, size: int) -> None:

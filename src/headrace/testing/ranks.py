@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ class RankRig(EngineHarness):
         *,
         has_whole_experts: bool = True,
         num_redundant: int = 0,
+        expert_map: Path | None = None,
         model: ModelConfig | None = None,
         experts: ExpertsConfig | None = None,
         **options: Any,
@@ -39,6 +42,7 @@ class RankRig(EngineHarness):
             tensor_parallel_size=size,
             enable_expert_parallel=is_spread,
             redundant_experts=num_redundant if is_spread else 0,
+            expert_map=None if expert_map is None else str(expert_map),
         )
         self.real = create_executor(model or ModelConfig(threads=1), path, parallel=parallel)
         self.core = EngineCore(
@@ -54,6 +58,10 @@ class RankRig(EngineHarness):
     def balancer(self) -> ExpertBalancer:
         assert self.state.balancer is not None, "the model has experts"
         return self.state.balancer
+
+    def copy_at_once(self) -> None:
+        """From now on experts are copied before anybody looks, in no thread: what happens in which turn is certain."""
+        self.real.expert_moves._thread = _AtOnce()  # type: ignore[union-attr]
 
     def generate(self, prompt: list[int] = PROMPT, max_tokens: int = 12) -> list[int]:
         request = self.submit(prompt, max_tokens=max_tokens, temperature=0.0)
@@ -102,6 +110,21 @@ class RankRig(EngineHarness):
 
     def close(self) -> None:
         self.real.close()
+
+
+class _AtOnce:
+    """As an executor of concurrent.futures."""
+
+    def submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(work(*arguments))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def shutdown(self, **options: Any) -> None:
+        pass
 
 
 def random_map(like: ExpertMap, rng: np.random.Generator) -> ExpertMap:

@@ -17,6 +17,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
     size: int
     has_whole_experts: bool
     num_redundant: int
+    slots: list[list[int]] | None
     model_path: str
     num_threads: int
     kv_cache_dtype: str
@@ -142,6 +143,17 @@ class PlaceExperts(msgspec.Struct, frozen=True, tag="place_experts"):
     """The next step runs with the rows that were prepared. What is no longer held goes."""
 
 
+class ReadFormats(msgspec.Struct, frozen=True, tag="read_formats"):
+    """Answered by what the worker's experts are, or were, packed as, as `ExpertFormats`."""
+
+
+class RemapExperts(msgspec.Struct, frozen=True, tag="remap_experts"):
+    """While there are no weights: the next ones have their experts where this map says."""
+
+    slots: list[list[int]]
+    formats: dict[str, tuple[str, ...]]
+
+
 class DropExperts(msgspec.Struct, frozen=True, tag="drop_experts"):
     """Forget what was taken or prepared, and not placed."""
 
@@ -164,6 +176,8 @@ Call = (
     | TakeExperts
     | PrepareExperts
     | PlaceExperts
+    | ReadFormats
+    | RemapExperts
     | DropExperts
 )
 
@@ -185,6 +199,12 @@ class Shapes(msgspec.Struct, frozen=True, tag="shapes"):
     shapes: list[list[PartShape]]
 
 
+class ExpertFormats(msgspec.Struct, frozen=True, tag="expert_formats"):
+    """The kinds of packed matrices, by unit (models/units.py)."""
+
+    formats: dict[str, tuple[str, ...]]
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """`error` is the name of a class of headrace.errors."""
 
@@ -192,7 +212,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
-Reply = Done | Numbers | Shapes | Failed
+Reply = Done | Numbers | Shapes | ExpertFormats | Failed
 
 _ENCODER = msgspec.msgpack.Encoder()
 _CALLS: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Call)

@@ -213,19 +213,12 @@ def test_sources_on_the_targets_node_come_first() -> None:
     assert moves(old, new)[0].source_rank == 0
 
 
-def test_empty_ranks_are_filled_and_send_nothing() -> None:
-    old = ExpertMap(np.array([[0, 1, 2, 0]]), 3, 2)
-    found = moves(old, old, empty_ranks=[0])
-    assert found == [Move(0, 0, 0, 0, 1), Move(0, 1, 1, 0, None)]
-
-
 @given(st.integers(0, 10_000), st.sampled_from([1, 2]))
 @settings(max_examples=40, deadline=None)
 def test_after_its_moves_each_slot_holds_its_expert(seed: int, num_nodes: int) -> None:
     old, new = (ExpertMap(plan(loads(seed + one), 32, CLUSTER), 24, 8) for one in (0, 1))
     held_LP = old.slots_LP.copy()
     for move in moves(old, new, num_nodes=num_nodes):
-        assert move.source_rank is not None
         assert move.expert in old.slots_LRS[move.layer, move.source_rank]
         assert move.target_rank == move.target_slot // 4
         if move.expert in old.slots_LRS[move.layer, move.target_rank]:

@@ -159,6 +159,24 @@ def test_redundant_experts_must_divide() -> None:
     assert shards_of(config, 4)[1].rows("layers.1.experts.2.gate.weight", 40) == range(10, 20), "cut"
 
 
+@pytest.mark.parametrize(
+    ("slots", "num_redundant", "why"),
+    [
+        ([[0, 1, 2, 3, 4, 5]] * 2, 0, "--expert-map has 2 rows; the model has 1 layers with experts"),
+        ([[0, 1, 2, 3, 4, 5, 0, 1]], 4, "--expert-map has 2 redundant slots; --redundant-experts is 4"),
+        ([], 0, "--expert-map has 0 slots in a row; the model has 6 experts"),
+        ([[0, 1, 2, 3]], 0, "--expert-map has 4 slots in a row; the model has 6 experts"),
+        ([[0, 1, 2, 3, 4, 5, 0]], 0, "--expert-map is not possible: .*num_ranks is 2; it must divide the 7 slots"),
+        ([[0, 1, 2, 3, 4, 4]], 0, "--expert-map is not possible: .*no copy of expert 5"),
+        ([[0, 1, 2, 3, 4, 9]], 0, r"--expert-map is not possible: .*slots\[0\]\[5\] is 9"),
+    ],
+)
+def test_a_map_to_start_with_must_fit(slots: list[list[int]], num_redundant: int, why: str) -> None:
+    config = replace(LLAMA, moe=MOE)
+    with pytest.raises(ConfigError, match=f"^{why}"):
+        shards_of(config, 2, has_whole_experts=True, num_redundant=num_redundant, slots=slots)
+
+
 def test_a_cut_is_a_view_of_its_rows() -> None:
     numbers = np.arange(64 * 4, dtype=np.float32).reshape(64, 4)
     tensor = CheckpointTensor.from_floats("q_proj", numbers)

@@ -15,7 +15,7 @@ import numpy as np
 
 from headrace.engine.balancer import ExpertBalancer, Run, RunState
 from headrace.engine.control.state import EngineState, Steps
-from headrace.eplb import Action, ExpertMap, MapData, Proposal, initial_map
+from headrace.eplb import Action, ExpertMap, MapData, Proposal
 from headrace.errors import Conflict, InvalidRequest, RequestError
 
 Result = dict[str, Any]
@@ -33,7 +33,7 @@ class RebalanceArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 def rebalance_experts(state: EngineState, arguments: RebalanceArguments) -> Steps[Result] | Result:
     """Refused while a refresh is open, and where there are no experts to move. What is staged under the id of a run
-    that was begun goes on with that one."""
+    that was begun goes on with that one. While the weights sleep, an `apply` changes the map alone."""
     balancer = balancer_of(state)
     _ = balancer.mover  # or a Conflict
     if arguments.action == "unpin":
@@ -50,9 +50,10 @@ def rebalance_experts(state: EngineState, arguments: RebalanceArguments) -> Step
         return _result(balancer)
     if arguments.action == "stage":
         return _stage(state, balancer, arguments)
-    refuse_without_weights(state)
     if arguments.action == "commit":
+        refuse_without_weights(state)
         return commit(balancer, arguments.run)
+    refuse_refresh(state)
     return _apply(state, balancer, arguments)
 
 
@@ -63,7 +64,7 @@ def balance_experts(state: EngineState, arguments: msgspec.Struct) -> Steps[Resu
     balancer.note(proposal.decision)
     if proposal.target is not None and proposal.decision.action is Action.APPLY:
         refuse_without_weights(state)
-        yield from _change(balancer, balancer.open_run(), proposal.target)
+        yield from _change(state, balancer.open_run(), proposal.target)
     return _result(balancer)
 
 
@@ -73,9 +74,13 @@ def balancer_of(state: EngineState) -> ExpertBalancer:
     return state.balancer
 
 
-def refuse_without_weights(state: EngineState) -> None:
+def refuse_refresh(state: EngineState) -> None:
     if state.refresh is not None:
         raise Conflict("A refresh is open: experts move when it has ended.", code="refresh_open")
+
+
+def refuse_without_weights(state: EngineState) -> None:
+    refuse_refresh(state)
     if not state.has_weights:
         raise Conflict(f"There are no weights to move: the state is {state.lifecycle.state}.", code="no_weights")
 
@@ -120,9 +125,8 @@ def commit(balancer: ExpertBalancer, run_id: str | None) -> Result:
 
 def _apply(state: EngineState, balancer: ExpertBalancer, arguments: RebalanceArguments) -> Steps[Result]:
     if arguments.action == "reset":
-        current = balancer.current
-        target = initial_map(current.num_layers, current.num_experts, current.num_redundant, current.num_ranks)
-        yield from _change(balancer, balancer.open_run(arguments.run), target)
+        assert balancer.first_map is not None, "there are experts to move"
+        yield from _change(state, balancer.open_run(arguments.run), balancer.first_map)
         balancer.pinned = False
         balancer.count()
         balancer.window.read(clear=True)
@@ -138,14 +142,17 @@ def _apply(state: EngineState, balancer: ExpertBalancer, arguments: RebalanceArg
         balancer.end(run, "failed", str(error))
         raise
     balancer.note(proposal.decision)
-    yield from _change(balancer, run, proposal.target or balancer.current)
+    yield from _change(state, run, proposal.target or balancer.current)
     balancer.pinned = balancer.pinned or arguments.action == "pin"
     return _result(balancer)
 
 
-def _change(balancer: ExpertBalancer, run: Run, target: ExpertMap) -> Steps[None]:
-    """Layer after layer; what fails keeps the map of the layers that were not reached."""
+def _change(state: EngineState, run: Run, target: ExpertMap) -> Steps[None]:
+    """Layer after layer; what fails keeps the map of the layers that were not reached. Without weights, all at once."""
+    balancer = balancer_of(state)
     try:
+        if not state.has_weights:
+            balancer.remap(run, target)
         for layer in range(target.num_layers):
             current = balancer.current
             if np.array_equal(current.slots_LP[layer], target.slots_LP[layer]):
