@@ -279,6 +279,7 @@ class EngineCore:
         if request.num_live == 0:
             self._held.drop(request)
             self._registry.remove(request)
+            request.sequences = []  # which have it: else all of it would wait for the garbage collector, in a step
 
     # ------------------------------------------------------------------------------------------ for control operations
 

@@ -97,6 +97,8 @@ class PrefixIndex:
     def clear(self) -> list[BlockId]:
         """Drops everything; returns the blocks that are free now."""
         freed = list(self._evictable)
+        for node in self._nodes.values():
+            node.parent = None  # a cycle, which would wait for the garbage collector
         self._nodes.clear()
         self._by_block.clear()
         self._evictable.clear()
@@ -112,6 +114,7 @@ class PrefixIndex:
         while stack:
             node = stack.pop()
             stack.extend(node.children)
+            node.parent = None
             del self._nodes[node.hash]
             del self._by_block[node.block]
             if node.block in self._evictable:

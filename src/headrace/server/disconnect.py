@@ -25,11 +25,7 @@ class DisconnectWatch:
 
     def __init__(self, receive: Receive, on_gone: Callable[[], None] | None = None) -> None:
         self.on_gone = on_gone
-        self._watcher = asyncio.create_task(self._watch(receive))
-
-    async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        self._watcher = asyncio.create_task(_watch(receive))
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, or ClientGone if the client went first. If it is cancelled, so is `work`."""
@@ -49,3 +45,10 @@ class DisconnectWatch:
 
     def stop(self) -> None:
         self._watcher.cancel()
+        self.on_gone = None  # whose it is has this watch
+
+
+async def _watch(receive: Receive) -> None:
+    """No method: a task that was cancelled keeps its frame, and with it `self`, which has the task."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

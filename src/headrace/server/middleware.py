@@ -102,6 +102,9 @@ class RequestMiddleware:
             )
             if trace is not None:
                 _end_trace(trace, scope, status, ended)
+            # The server's cycle of request and response holds this state: what it held, prompts among it, would stay
+            # until the collector comes, and that would take long.
+            state.pop("send_body", None)
 
 
 def _open_trace(scope: Scope, started: float) -> tuple[str | None, Trace | None]:

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+from fastapi import FastAPI
 
 from headrace.client.inproc import InprocClient
 from headrace.config.options import CacheConfig, SchedulerConfig, ServeConfig
@@ -30,6 +31,16 @@ async def echo_app(
     config: ServeConfig | None = None, *, max_num_seqs: int = 16, **executor: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the application; it belongs to the running loop. `executor`: as `EchoExecutor` takes it."""
+    making = echo_application(config, max_num_seqs=max_num_seqs, **executor)
+    async with making as app, http_client(app, timeout=30) as http:
+        yield http
+
+
+@asynccontextmanager
+async def echo_application(
+    config: ServeConfig | None = None, *, max_num_seqs: int = 16, **executor: Any
+) -> AsyncIterator[FastAPI]:
+    """The application itself, for whoever serves it in another way."""
     config = config or ServeConfig()
 
     def core() -> EngineCore:
@@ -39,8 +50,7 @@ async def echo_app(
     client = InprocClient(core, config.admission)
     await client.wait_ready(30)
     app = create_app(client, byte_tokenizer(), config, served_names=("echo",), set_log_level=lambda _: None)
-    async with http_client(app, timeout=30) as http:
-        yield http
+    yield app
     await _idle(client)
     app.state.context.inputs.close()
     await client.close()
