@@ -3,9 +3,11 @@
     python bench/balance.py --ranks 2 4 --redundant 0 16
 
 A mixture-of-experts model with random weights and a router that prefers few experts (tokens by Zipf's law) serves many
-sequences; each step computes chunks of prompts. The same work is done before and after one rebalance, and beside the
-moving; all answers must be equal, bit by bit, to those of a server with one rank. Step times are medians of rounds
-that alternate between the initial map and the new one. `--picture` draws the loads of experts and ranks.
+sequences; each step computes chunks of prompts. In each round the same work is done with the initial map, while experts
+move, and with the new map; all answers must be equal, bit by bit, to those of a server with one rank. Times are ratios
+to that of the initial map in the same round: the median, the least and the most. What a step waits for is the time
+between two steps, while experts move and, for what the machine itself does, with the initial map. `--picture` draws the
+loads of experts and ranks.
 """
 
 from __future__ import annotations
@@ -78,10 +80,10 @@ class Engine:
         self.answers: dict[int, ControlDone] = {}
         self.plane = ControlPlane(self.state, lambda _, done: self.answers.__setitem__(done.call_id, done))
         self.request_ids, self.call_ids = itertools.count(), itertools.count()
-        self.step_s: list[float] = []
+        self.waits_s: list[float] = []  # between two steps
 
     def serve(self, prompts: list[tuple[int, ...]]) -> dict[int, list[int]]:
-        """Answers by prompt; notes how long each step took."""
+        """Answers by prompt."""
         first = next(self.request_ids)
         names = {first: 0}
         for index in range(1, len(prompts)):
@@ -92,10 +94,10 @@ class Engine:
             self.core.submit(CLIENT, request)
         answers: dict[int, list[int]] = {index: [] for index in names.values()}
         while self.core.has_work:
-            started_s = time.perf_counter()
             outputs = self.core.step()
-            self.step_s.append(time.perf_counter() - started_s)
+            ended_s = time.perf_counter()
             self.plane.advance()
+            self.waits_s.append(time.perf_counter() - ended_s)
             if CLIENT in outputs:
                 rows, at = outputs[CLIENT], 0
                 for name, count in zip(rows.request_ids, rows.num_tokens, strict=True):
@@ -124,10 +126,11 @@ class Engine:
         self.finish(self.start(slots=target.slots_LP.tolist()))
 
     def measure(self, prompts: list[tuple[int, ...]]) -> tuple[dict[int, list[int]], float]:
-        """Answers, and the seconds of all steps together."""
-        self.step_s.clear()
+        """Answers, and the seconds from the first step to the last."""
+        self.waits_s.clear()
+        started_s = time.perf_counter()
         answers = self.serve(prompts)
-        return answers, sum(self.step_s)
+        return answers, time.perf_counter() - started_s
 
 
 def main() -> None:
@@ -151,9 +154,10 @@ def main() -> None:
         expected = alone.serve(prompts)
         alone.executor.close()
         print(
-            "| ranks | redundant | balance (worst layer) | after | step time | MB moved | stall per step: most, mean |"
+            "| ranks | redundant | balance (worst layer) | after | time after | time while moving | MB moved "
+            "| a step waits: mean, 99%, most (without moving) |"
         )
-        print("|---|---|---|---|---|---|---|")
+        print("|---|---|---|---|---|---|---|---|")
         for ranks, redundant in itertools.product(options.ranks, options.redundant):
             print(row(model, ranks, redundant, (prompts, expected), options), flush=True)
 
@@ -191,31 +195,36 @@ def row(
         initial = engine.balancer.current
         before = engine.balancer.report()["balance"]
         draw(engine.balancer, options.picture, "before")
-        call = engine.start()  # moves beside the steps that follow
-        assert engine.serve(prompts) == expected, "an answer has changed while experts moved"
-        run = engine.finish(call)["run"]
+        engine.finish(engine.start())
         balanced = engine.balancer.current
-        engine.balancer.window.read(clear=True)
-        ratios = []
+        ratios: list[tuple[float, float]] = []
+        waits_s: dict[bool, list[float]] = {True: [], False: []}  # by whether experts move
         for _ in range(options.rounds):
-            seconds = {}
-            for name, experts in (("initial", initial), ("balanced", balanced)):
-                engine.use(experts)
-                engine.balancer.window.read(clear=True)
-                answers, seconds[name] = engine.measure(prompts)
-                assert answers == expected, "an answer has changed"
-            ratios.append(seconds["balanced"] / seconds["initial"])
+            engine.use(initial)
+            answers, initial_s = engine.measure(prompts)
+            waits_s[False] += engine.waits_s
+            call = engine.start(slots=balanced.slots_LP.tolist())  # beside the steps that follow
+            answers_while_moving, moving_s = engine.measure(prompts)
+            waits_s[True] += engine.waits_s
+            run = engine.finish(call)["run"]
+            engine.balancer.window.read(clear=True)
+            answers_after, balanced_s = engine.measure(prompts)
+            assert answers == answers_while_moving == answers_after == expected, "an answer has changed"
+            ratios.append((balanced_s / initial_s, moving_s / initial_s))
         after = engine.balancer.report()["balance"]
         draw(engine.balancer, options.picture, "after")
     finally:
         engine.executor.close()
-    num_stalls = max(1, run["num_stalls"])
+    waits = {moving: np.percentile(each, [99, 100]) * 1e3 for moving, each in waits_s.items()}
+    times = [
+        f"x {statistics.median(each):.2f} ({min(each):.2f} to {max(each):.2f})" for each in zip(*ratios, strict=True)
+    ]
     return (
         f"| {ranks} | {redundant} | {before['mean']:.3f} ({before['worst']:.3f}) "
         f"| {after['mean']:.3f} ({after['worst']:.3f}) "
-        f"| x {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) "
-        f"| {run['bytes_moved'] / 1e6:.1f} "
-        f"| {run['longest_stall_s'] * 1e3:.1f}, {run['stall_s'] / num_stalls * 1e3:.1f} ms |"
+        f"| {times[0]} | {times[1]} | {run['bytes_moved'] / 1e6:.1f} "
+        f"| {statistics.mean(waits_s[True]) * 1e3:.1f}, {waits[True][0]:.1f}, {waits[True][1]:.1f} ms"
+        f" ({statistics.mean(waits_s[False]) * 1e3:.1f}, {waits[False][0]:.1f}, {waits[False][1]:.1f}) |"
     )
 
 

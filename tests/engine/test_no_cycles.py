@@ -1,5 +1,5 @@
-"""The engine leaves no cycles behind: the collector would come in the middle of a step, and hold it up until it has freed
-the prompts of many requests."""
+"""The engine leaves no cycles behind: the collector would come in the middle of a step, and hold it up until it has
+freed the prompts of many requests."""
 
 from __future__ import annotations
 

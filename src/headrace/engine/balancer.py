@@ -299,10 +299,15 @@ class ExpertBalancer:
             raise Conflict(f"{run.id} is {run.state}, not {' or '.join(states)}.", code="wrong_state")
         return run
 
-    def move(self, run: Run, target: ExpertMap) -> Generator[None, None, None]:
-        """Brings all weights that a map needs to where it needs them, beside the steps: some bytes in each."""
+    def changed(self, target: ExpertMap) -> list[int]:
+        """The rows in which a map differs from the one in force."""
+        rows: list[int] = np.flatnonzero((target.slots_LP != self.current.slots_LP).any(axis=1)).tolist()
+        return rows
+
+    def move(self, run: Run, target: ExpertMap, rows: list[int]) -> Generator[None, None, None]:
+        """Brings all weights that rows of a map need to where they need them, beside the steps: some bytes in each."""
         started_s, mover = self._clock(), self.mover
-        mover.open(target)
+        mover.open(target, rows)
         has_more = True
         while has_more:
             copying = mover.copy(self._bytes_per_step)
@@ -316,21 +321,18 @@ class ExpertBalancer:
         run.num_bytes += mover.num_bytes
         run.num_experts += mover.num_experts
 
-    def place(self, run: Run, target: ExpertMap) -> None:
-        """The next step runs with the map whose weights were moved."""
+    def place(self, run: Run, rows: list[int]) -> None:
+        """The next step runs with the rows whose weights were moved."""
         started_s = self._clock()
-        self._leave(run, target)
+        self.count()  # under the map that goes
         self.mover.place()
+        run.layers_changed += len(rows)
         run.open_stall_s += self._clock() - started_s
 
     def remap(self, run: Run, target: ExpertMap) -> None:
         """The weights that come next, after sleep say, lie as this map wants it: from disk, or from their sender."""
-        self._leave(run, target)
+        run.layers_changed += len(self.changed(target))
         self.mover.remap(target)
-
-    def _leave(self, run: Run, target: ExpertMap) -> None:
-        self.count()  # under the map that goes
-        run.layers_changed += int((target.slots_LP != self.current.slots_LP).any(axis=1).sum())
 
     def end(self, run: Run, outcome: str, error: str | None = None) -> None:
         """The run is over; whatever was moved and not placed is forgotten."""

@@ -83,8 +83,8 @@ class ExpertMover(Protocol):
         """Of one layer, all matrices."""
         ...
 
-    def open(self, new: ExpertMap) -> None:
-        """Gets ready for a map. One that was open is dropped."""
+    def open(self, new: ExpertMap, rows: Sequence[int]) -> None:
+        """Gets ready for some rows of a map; the others do not count. What was open is dropped."""
         ...
 
     def copy(self, max_bytes: int) -> Future[bool]:
@@ -92,7 +92,7 @@ class ExpertMover(Protocol):
         ...
 
     def place(self) -> None:
-        """The next step runs with the new map, on all ranks."""
+        """The next step runs with the new rows, on all ranks."""
         ...
 
     def remap(self, new: ExpertMap) -> None:

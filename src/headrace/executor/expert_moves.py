@@ -1,6 +1,6 @@
 """Moves experts between the ranks of a model until a new map can take effect. Rank 0's side.
 
-    open(map) -> copy(max_bytes) beside the steps, until it says that nothing is left -> place()      or drop()
+    open(map, rows) -> copy(max_bytes) beside the steps, until it says that nothing is left -> place()      or drop()
 
 Weights go from a rank that has an expert to one that gets it, through memory that both see. Nothing that serves changes
 before `place`, which changes weights and map together, on all ranks, between two steps.
@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from headrace.eplb.layout import ExpertMap
 from headrace.eplb.moves import Move, fetches, moves
 from headrace.executor.experts import NICENESS, ExpertShelf
@@ -24,6 +22,7 @@ from headrace.executor.workers import Workers
 from headrace.kernels.native import _native
 from headrace.transport import worker as wire
 
+_NO_STEP_S = 0.002  # without a step for so long there is none to wait for
 Key = tuple[int, int]
 """Layer and expert."""
 
@@ -47,19 +46,21 @@ class ExpertMoves:
     """One map at a time. Belongs to the engine's thread, between steps.
 
     Copying has a thread of its own: it would hold up the steps, not least because new memory is slow when it is first
-    written.
+    written. It begins when a step does, because until then it would compete with the engine for the interpreter.
     """
 
-    def __init__(self, weights: RankWeights, shelf: ExpertShelf, workers: Workers) -> None:
+    def __init__(self, weights: RankWeights, shelf: ExpertShelf, workers: Workers, group: _native.Group) -> None:
         self._weights = weights
         self._shelf = shelf
         self._workers = workers
+        self._group = group
         self._thread = ThreadPoolExecutor(1, "expert-moves", os.nice, (NICENESS,))
         self._thread.submit(int)  # starts it
         self._lock = threading.Lock()  # whoever ends a map waits for a copy that is under way
         self._map: ExpertMap | None = None
+        self._rows: list[int] = []  # of the map that is open, which shall come into force
         self._left: list[_Transfer] = []  # of the layer whose turn it is
-        self._layers_left: list[int] = []  # rows of the map
+        self._layers_left: list[int] = []  # the rows that were not begun
         self._shapes: dict[Key, list[wire.PartShape]] = {}  # of those that have moved, of the weights in use
         self.num_bytes = 0  # that have been moved for this map
         self.num_experts = 0
@@ -75,19 +76,21 @@ class ExpertMoves:
         layer, slots_P = next(iter(self._weights.shard.moe_index)), self.current.slots_LP[0]
         return sum(shape.num_bytes for shape in self._shelf.describe(layer, int(slots_P[0])))  # slot 0 is rank 0's
 
-    def open(self, new: ExpertMap) -> None:
-        """Gets ready for a map. One that was open is dropped."""
+    def open(self, new: ExpertMap, rows: Sequence[int]) -> None:
+        """Gets ready for rows of a map. What was open is dropped."""
         self.drop()
-        self._map, self._layers_left = new, self._changed(new)
+        self._map, self._rows, self._layers_left = new, list(rows), list(rows)
 
     def copy(self, max_bytes: int) -> Future[bool]:
         """Moves at most about so many bytes, beside the steps; its result says whether any are left. When none are, all
         is ready to be placed."""
         assert self._map is not None, "open comes first"
-        return self._thread.submit(self._copy, self._map, min(max_bytes, _native.Group.moves_bytes))
+        max_bytes = min(max_bytes, _native.Group.moves_bytes)
+        return self._thread.submit(self._copy, self._group.posted, self._map, max_bytes)
 
-    def _copy(self, new: ExpertMap, max_bytes: int) -> bool:
+    def _copy(self, seen: int, new: ExpertMap, max_bytes: int) -> bool:
         """Nothing happens when the map is no longer wanted."""
+        self._group.wait(seen, _NO_STEP_S)
         with self._lock:
             if self._map is not new:
                 return False
@@ -107,7 +110,7 @@ class ExpertMoves:
                 self.num_bytes += sum(piece.num_bytes * len(transfer.targets) for transfer, piece in pieces)
             if self._has_more(new):
                 return True
-            rows = {index: new.slots_LP[index].tolist() for index in self._changed(new)}
+            rows = {index: new.slots_LP[index].tolist() for index in self._rows}
             self._call_all(wire.PrepareExperts(rows), lambda: self._shelf.prepare(rows))
             return False
 
@@ -124,7 +127,7 @@ class ExpertMoves:
         assert not self._layers_left, "copy to the end comes first"
         self._workers.call(wire.PlaceExperts(), "between", meanwhile=self._shelf.place)
         self._clear()
-        self._thread.submit(self._tidy)
+        self._thread.submit(self._tidy, self._group.posted)
 
     def forget_shapes(self) -> None:
         """Other weights may be packed in another way."""
@@ -137,8 +140,9 @@ class ExpertMoves:
                 self._call_all(wire.DropExperts(), self._shelf.drop)
             self._clear()
 
-    def _tidy(self) -> None:
+    def _tidy(self, seen: int) -> None:
         """Gives back what is no longer held, before anything else is copied."""
+        self._group.wait(seen, _NO_STEP_S)
         with self._lock:
             self._call_all(wire.DropExperts(), self._shelf.drop)
 
@@ -160,7 +164,7 @@ class ExpertMoves:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _clear(self) -> None:
-        self._map, self._left, self._layers_left = None, [], []
+        self._map, self._rows, self._left, self._layers_left = None, [], [], []
         self.num_bytes = self.num_experts = 0
 
     def _transfers(self, new: ExpertMap, row: int) -> list[_Transfer]:
@@ -176,11 +180,6 @@ class ExpertMoves:
             _Transfer(key, group[0].source_rank, tuple(sorted({move.target_rank for move in group})))
             for key, group in wanted.items()
         ]
-
-    def _changed(self, new: ExpertMap) -> list[int]:
-        """Rows of the map that a new one changes."""
-        rows: list[int] = np.flatnonzero((self.current.slots_LP != new.slots_LP).any(axis=1)).tolist()
-        return rows
 
     def _described(self, transfers: list[_Transfer]) -> list[_Transfer]:
         size = self._weights.shard.size

@@ -170,7 +170,7 @@ class MultiprocExecutor:
         )
         self._kv_shape, self._has_kv = (0, 0), False
         shelf = ExpertShelf(weights, backend, group)
-        self.expert_moves = None if weights.shard.experts is None else ExpertMoves(weights, shelf, self._workers)
+        self.expert_moves = None if weights.shard.experts is None else ExpertMoves(weights, shelf, self._workers, group)
 
     @property
     def info(self) -> ModelInfo:

@@ -1,4 +1,4 @@
-"""What some work leaves for the garbage collector: objects in cycles, which stay until it comes and stops the process."""
+"""What some work leaves for the garbage collector: objects in cycles, which stay until it comes and stops all else."""
 
 from __future__ import annotations
 

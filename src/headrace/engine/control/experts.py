@@ -105,7 +105,7 @@ def _stage(state: EngineState, balancer: ExpertBalancer, arguments: RebalanceArg
         proposal = yield from state.background(_proposing(balancer, arguments))
         balancer.note(proposal.decision)
         target = proposal.target or balancer.current
-        yield from balancer.move(run, target)
+        yield from balancer.move(run, target, balancer.changed(target))
     except BaseException as error:
         balancer.end(run, "failed", str(error))
         raise
@@ -118,7 +118,7 @@ def commit(balancer: ExpertBalancer, run_id: str | None) -> Result:
     """What was staged takes effect between two steps, on all layers and ranks."""
     run = balancer.the_run(run_id, RunState.STAGED)
     assert run.target is not None, "of a staged run"
-    balancer.place(run, run.target)
+    balancer.place(run, balancer.changed(run.target))
     balancer.end(run, "committed")
     return _result(balancer)
 
@@ -153,15 +153,9 @@ def _change(state: EngineState, run: Run, target: ExpertMap) -> Steps[None]:
     try:
         if not state.has_weights:
             balancer.remap(run, target)
-        for layer in range(target.num_layers):
-            current = balancer.current
-            if np.array_equal(current.slots_LP[layer], target.slots_LP[layer]):
-                continue
-            slots_LP = current.slots_LP.copy()
-            slots_LP[layer] = target.slots_LP[layer]
-            step = ExpertMap(slots_LP, target.num_experts, target.num_ranks)
-            yield from balancer.move(run, step)
-            balancer.place(run, step)
+        for row in balancer.changed(target):
+            yield from balancer.move(run, target, [row])
+            balancer.place(run, [row])
     except BaseException as error:
         if isinstance(error, RequestError):
             error.message += f" {run.layers_changed} layers have the new map, the others keep the old one."
