@@ -4,7 +4,6 @@ would with the same weights, and every question about weights has the same answe
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +20,6 @@ from headrace.models.stage import WeightStage
 from headrace.testing.ranks import RankRig, random_map
 from headrace.testing.refresh_rig import raw_source
 from headrace.testing.tiny import write_tiny_model
-from headrace.testing.tiny_gguf import write_tiny_gguf
 from headrace.weights.safetensors import read_folder
 from headrace.weights.tensor import CheckpointTensor
 
@@ -355,44 +353,6 @@ def test_without_weights_the_map_changes_alone_and_the_next_come_to_it(
         moved.check_experts()
         assert moved.balancer.current == target
         assert moved.bits() == fresh(1)
-
-
-def test_experts_that_come_elsewhere_are_packed_as_they_were(models: Models, tmp_path: Path) -> None:
-    """Floats of a trainer are rounded to what the file had, on a rank that did not have this expert before too."""
-    file = write_tiny_gguf(models(1), tmp_path / "model.gguf", kinds={"gate": "Q8_0", "up": "Q8_0"})
-    found = []
-    for size in (1, 2):
-        rig = RankRig(file, size)
-        rig.control("sleep", tags=["weights"])
-        if size == 2:
-            target = rig.balancer.current.slots_LP[:, ::-1].tolist()
-            rig.control("rebalance_experts", slots=target)
-        rig.control("refresh_weights", source=path_of(models(2)))
-        if size == 2:
-            assert rig.balancer.current.slots_LP.tolist() == target
-            rig.check_experts()
-        found.append(rig.bits())
-        rig.close()
-    assert found[0] == found[1]
-
-
-def test_a_start_with_a_map(models: Models, fresh: Callable[[int], object], tmp_path: Path) -> None:
-    """Such as the one that another server has come to. Its redundant slots need no other option."""
-    rows = [[5, 4, 3, 2, 1, 0, 5, 2], [1, 1, 3, 0, 2, 5, 4, 0]]
-    (tmp_path / "map.json").write_text(json.dumps({"slots": rows, "tokens": [], "mode": "manual"}))
-    rig = RankRig(models(1), 2, expert_map=tmp_path / "map.json")
-    try:
-        assert rig.balancer.current.slots_LP.tolist() == rows
-        rig.check_experts()
-        assert rig.bits() == fresh(1)
-        rig.control(
-            "rebalance_experts", slots=random_map(rig.balancer.current, np.random.default_rng(0)).slots_LP.tolist()
-        )
-        rig.control("rebalance_experts", action="reset")
-        assert rig.balancer.current.slots_LP.tolist() == rows, "the map of the start"
-        assert rig.bits() == fresh(1)
-    finally:
-        rig.close()
 
 
 @with_whole_experts
