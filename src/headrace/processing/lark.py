@@ -86,6 +86,7 @@ def _after_thoughts(value: Mapping[str, Any], special_id: SpecialId) -> str:
 def _tool_calls(value: Mapping[str, Any], special_id: SpecialId) -> str:
     """`tools/forced.py` writes the value: what stands before, the calls of which one or more come, what is between
     two of them (null: there is one only), what stands after, and rules that a call may be made of."""
+    texts: dict[str, str] = {}  # rules of plain text, with the tag that ends it
 
     def item(part: Any) -> str:
         if isinstance(part, str):
@@ -94,17 +95,24 @@ def _tool_calls(value: Mapping[str, Any], special_id: SpecialId) -> str:
             return schema_item(part["schema"])
         if "marker" in part:
             return literal(part["marker"], special_id)
+        if "either" in part:
+            return f"({' | '.join(map(quoted, part['either']))})"
+        if "text_until" in part:
+            end_id = special_id(part["text_until"])
+            body = f"[lazy]: TEXT {quoted(part['border'] + part['text_until'])}"
+            return texts.setdefault(body if end_id is None else f": TEXT <[{end_id}]>", f"text_{len(texts)}")
         return str(part["rule"]) if "rule" in part else quoted(part["maybe"]) + "?"
 
     def sequence(parts: list[Any]) -> str:
-        return " ".join(map(item, parts))
+        return " ".join(map(item, filter(None, parts)))
 
     more = "" if value["more"] is None else f"({sequence(value['more'])} call)*"
     rules = [f"{HEADER}start: {sequence(value['before'])} call {more} {sequence(value['after'])}"]
     rules.append("call: " + " | ".join(sequence(call) for call in value["calls"]))
     for name, rule in value.get("rules", {}).items():
         rules.append(f"{name}: ({' | '.join(map(sequence, rule['either']))}){'?' if rule['is_optional'] else ''}")
-    return "\n".join(rules)
+    rules += [f"{name}{body}" for body, name in texts.items()]
+    return "\n".join([*rules, *([r"TEXT: /(.|\n)*/"] if texts else [])])
 
 
 def _structural_tag(value: Mapping[str, Any], special_id: SpecialId) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from headrace.errors import InvalidRequest
 from headrace.grammar import GrammarCompiler
 from headrace.processing.lark import to_engine_form
-from headrace.processing.tools import tool_parsers
+from headrace.processing.tools import ToolParserType, tool_parsers
 from headrace.processing.tools.forced import tool_choice_grammar
 from headrace.processing.vocabulary import vocabulary_of
 from headrace.testing.bytes import byte_tokenizer
@@ -19,8 +19,8 @@ from headrace.types import GrammarSpec
 
 TOKENIZER = byte_tokenizer()
 COMPILER = GrammarCompiler(lambda: vocabulary_of(TOKENIZER), 260, TOKENIZER.eos_token_ids)
-FORMS = ["hermes", "ernie_x1", "llama3_json", "mistral", "pythonic", "deepseek_v3"]
-TOOLS = [
+FORMS = ["hermes", "ernie_x1", "llama3_json", "mistral", "pythonic", "deepseek_v3", "qwen3_coder", "glm45"]
+TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
         "function": {
@@ -39,6 +39,7 @@ TOOLS = [
     },
     {"type": "function", "function": {"name": "stop"}},
 ]
+SCHEMAS: dict[str, Any] = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS}
 NAMED = {"type": "function", "function": {"name": "wéather"}}
 
 
@@ -65,7 +66,7 @@ def test_what_comes_is_read_as_a_call(name: str, choice: Any) -> None:
     assert spec is not None
     called = set()
     for seed in range(8):
-        parser = tool_parsers()[name]({"wéather", "stop"})
+        parser = tool_parsers()[name](SCHEMAS)
         text = say(spec, seed)
         outputs = [parser.feed(text), parser.finish()]
         assert not "".join(output.content for output in outputs).strip()
@@ -131,7 +132,7 @@ def test_what_cannot_be_forced(tools: Any, choice: Any, param: str) -> None:
 
 def test_forms_that_cannot_be_enforced_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="cannot be enforced"):
-        tool_choice_grammar(TOOLS, "required", tool_parsers()["glm45"])
+        tool_choice_grammar(TOOLS, "required", cast(ToolParserType, type("FromAPlugin", (), {})))
     with pytest.raises(InvalidRequest, match="no tool calls"):
         tool_choice_grammar(TOOLS, "required", None)
 
@@ -140,15 +141,16 @@ def tool(name: str, parameters: Any) -> Any:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
-def test_arguments_in_python_come_or_are_left_out_as_the_schema_allows() -> None:
+@pytest.mark.parametrize("form", ["pythonic", "qwen3_coder", "glm45"])
+def test_arguments_come_or_are_left_out_as_the_schema_allows(form: str) -> None:
     properties = {"a": {"type": "boolean"}, "b": {"enum": ["x\n\"'\\", None]}, "c": {"type": "boolean"}}
     found = set()
     for required in (["b"], []):
         parameters = {"type": "object", "properties": properties, "required": required}
-        spec = tool_choice_grammar([tool("f", parameters)], "required", tool_parsers()["pythonic"], is_parallel=False)
+        spec = tool_choice_grammar([tool("f", parameters)], "required", tool_parsers()[form], is_parallel=False)
         assert spec is not None
-        for seed in range(30):
-            parser = tool_parsers()["pythonic"]({"f"})
+        for seed in range(120):
+            parser = tool_parsers()[form]({"f": parameters})
             [*calls] = [*parser.feed(say(spec, seed)).calls, *parser.finish().calls]
             arguments = json.loads("".join(call.arguments for call in calls))
             assert set(required) <= set(arguments) <= set(properties)
@@ -158,10 +160,58 @@ def test_arguments_in_python_come_or_are_left_out_as_the_schema_allows() -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"),
-    [("get-it", {}), ("f", {"properties": {"a-b": {}}}), ("f", {"anyOf": [{}]}), ("f", {"$ref": "#/$defs/x"})],
+    ("form", "name", "parameters"),
+    [
+        ("pythonic", "get-it", {}),
+        ("pythonic", "f", {"properties": {"a-b": {}}}),
+        ("pythonic", "f", {"anyOf": [{}]}),
+        ("glm45", "f", {"$ref": "#/$defs/x"}),
+        ("glm45", "a<b", {}),
+        ("qwen3_coder", "f", {"properties": {"a>b": {}}}),
+        ("qwen3_coder", " f", {}),
+    ],
 )
-def test_what_python_has_no_words_for_cannot_be_forced(name: str, parameters: Any) -> None:
+def test_what_the_format_has_no_words_for_cannot_be_forced(form: str, name: str, parameters: Any) -> None:
     with pytest.raises(InvalidRequest, match="cannot be forced") as caught:
-        tool_choice_grammar([tool(name, parameters or {"type": "object"})], "required", tool_parsers()["pythonic"])
+        tool_choice_grammar([tool(name, parameters or {"type": "object"})], "required", tool_parsers()[form])
     assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("form", ["qwen3_coder", "glm45"])
+def test_a_string_between_tags_is_written_as_it_is(form: str, is_special: bool) -> None:
+    """Up to its end tag, whatever stands in it; other parameters are JSON, and choices are choices."""
+    properties = {
+        "code": {"type": "string"},
+        "lines": {"type": ["array", "null"], "items": {"type": "integer"}},
+        "mode": {"type": "string", "enum": ["r", "rw"]},
+    }
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    spec = tool_choice_grammar([tool("run", parameters)], "required", tool_parsers()[form], is_parallel=False)
+    assert spec is not None
+    values = {"code": 'if a < b:\n    say("</parameter_>")\n', "lines": "[1, 2]", "mode": "rw"}
+    if form == "qwen3_coder":
+        tags = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items()]
+        text = f"<tool_call>\n<function=run>\n{''.join(tags)}</function>\n</tool_call>"
+        markers = ["<tool_call>", "</tool_call>"]
+    else:
+        tags = [f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values.items()]
+        text = f"<tool_call>run\n{''.join(tags)}</tool_call>"
+        markers = ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
+    special = {marker: 0x11 + index for index, marker in enumerate(markers)} if is_special else {}
+    form_of_engine = to_engine_form(spec, special.get)
+    assert form_of_engine.text.count("<[") >= len(special)
+    if not is_special:  # the byte tokenizer has no special tokens
+        matcher = COMPILER.get(form_of_engine).matcher()
+        for byte in text.encode():
+            mask = matcher.mask()
+            assert mask is not None
+            assert mask[byte] == 0, text
+            matcher.accept(byte)
+        mask = matcher.mask()
+        assert mask is not None
+        assert np.flatnonzero(mask == 0)[-1] >= 256, "it may end"
+    parser = tool_parsers()[form]({"run": parameters})
+    calls = [*parser.feed(text).calls, *parser.finish().calls]
+    arguments = json.loads("".join(call.arguments for call in calls))
+    assert arguments == {**values, "lines": [1, 2]}

@@ -9,17 +9,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.errors import InvalidRequest
 from headrace.processing.checks import refusal, shown
-from headrace.processing.tools import deepseek_v3, hermes, llama3, mistral, pythonic
+from headrace.processing.tools import deepseek_v3, glm45, hermes, llama3, mistral, pythonic, qwen3_coder
 from headrace.processing.tools.base import ToolParserType
+from headrace.processing.tools.tagged import types_of
 from headrace.types import GrammarSpec
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 UNSPLIT = ("$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties")
 """Keywords that say something of all arguments together."""
+_TAG_NAME = r"[^<>\s](?:[^<>\n]*[^<>\s])?"
+"""What can stand in a tag, or between two."""
 
 
 def tool_choice_grammar(
@@ -101,43 +105,101 @@ def _deepseek_v3(functions: Mapping[str, Any]) -> dict[str, Any]:
 
 def _pythonic(functions: Mapping[str, Any]) -> dict[str, Any]:
     """Each argument is JSON, which is Python as far as the parser is concerned."""
-    calls: list[list[Any]] = []
+
+    def argument(key: str, schema: Any) -> list[Any]:
+        return [f"{key}=", {"schema": schema}]
+
+    rules = _one_by_one(functions, argument, r"[.\w]+", str.isidentifier, between=", ")
+    calls = [[f"{name}(", *rule, ")"] for name, rule in zip(functions, rules.firsts, strict=True)]
+    return {"before": ["["], "calls": calls, "more": [", "], "after": ["]"], "rules": rules.rules}
+
+
+def _qwen3_coder(functions: Mapping[str, Any]) -> dict[str, Any]:
+    start, end = {"marker": qwen3_coder.START}, {"marker": qwen3_coder.END}
+
+    def argument(key: str, schema: Any) -> list[Any]:
+        value = _plain(schema, "\n", qwen3_coder.PARAMETER_END)
+        return [f"{qwen3_coder.PARAMETER}{key}>\n", *value, "\n"]
+
+    rules = _one_by_one(functions, argument, _TAG_NAME, _is_tag_name)
+    calls = [
+        [start, f"\n{qwen3_coder.FUNCTION}{name}>\n", *rule, f"{qwen3_coder.FUNCTION_END}\n", end]
+        for name, rule in zip(functions, rules.firsts, strict=True)
+    ]
+    return {"before": [], "calls": calls, "more": ["\n"], "after": [], "rules": rules.rules}
+
+
+def _glm45(functions: Mapping[str, Any]) -> dict[str, Any]:
+    start, end = {"marker": glm45.START}, {"marker": glm45.END}
+    key_start, key_end, value_start = ({"marker": text} for text in (glm45.KEY, glm45.KEY_END, glm45.VALUE))
+
+    def argument(key: str, schema: Any) -> list[Any]:
+        return [key_start, key, key_end, "\n", value_start, *_plain(schema, "", glm45.VALUE_END), "\n"]
+
+    rules = _one_by_one(functions, argument, _TAG_NAME, _is_tag_name)
+    calls = [[start, f"{name}\n", *rule, end] for name, rule in zip(functions, rules.firsts, strict=True)]
+    return {"before": [], "calls": calls, "more": ["\n"], "after": [], "rules": rules.rules}
+
+
+def _plain(schema: Any, border: str, end: str) -> list[Any]:
+    """A value and its end tag, as `tagged.py` reads them: what may be a string as it is, all else as JSON."""
+    types = set(types_of(schema))
+    if "string" not in types:
+        return [{"schema": schema}, border, {"marker": end}]
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list) and values:
+        texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+        return [{"either": texts}, border, {"marker": end}]
+    return [{"text_until": end, "border": border}]
+
+
+@dataclass(frozen=True)
+class _Rules:
+    rules: dict[str, Any]
+    firsts: list[list[Any]]  # by function, what stands for all of its arguments; nothing where it has none
+
+
+def _one_by_one(
+    functions: Mapping[str, Any],
+    argument: Callable[[str, Any], list[Any]],
+    name_pattern: str,
+    is_key: Callable[[str], bool],
+    *,
+    between: str = "",
+) -> _Rules:
+    """Arguments in the order of `properties`, each as its own rule, as formats need it that write no JSON object. With
+    something `between` them there is a rule for where none has come before, and one for where it is due."""
+    labels = {"a": "", "b": between} if between else {"a": ""}
     rules: dict[str, Any] = {}
+    firsts: list[list[Any]] = []
     for number, (name, schema) in enumerate(functions.items()):
-        own = _keyword_rules(f"f{number}", name, schema)
-        rules |= own
-        calls.append([f"{name}(", *([{"rule": next(iter(own))}] if own else []), ")"])
-    return {"before": ["["], "calls": calls, "more": [", "], "after": ["]"], "rules": rules}
+        properties = schema.get("properties") or {}
+        broken = [key for key in UNSPLIT if key in schema]
+        if broken or not re.fullmatch(name_pattern, name) or not all(map(is_key, properties)):
+            raise InvalidRequest(
+                f"Calls of {shown(name)} cannot be forced: the served model writes arguments one by one, so a function "
+                "and its parameters must have names that its format can write (Python's, where it writes Python), and "
+                f"parameters no {', '.join(UNSPLIT)} beside properties.",
+                param="tools",
+                code="unsupported_field",
+            )
+        firsts.append([{"rule": f"f{number}_a0"}] if properties else [])
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        required = set(schema.get("required") or ())
+        for index, (key, own) in enumerate(properties.items()):
+            value = argument(key, {**own, **shared} if isinstance(own, Mapping) else own)
+            is_last, is_optional = index == len(properties) - 1, key not in required
+            for label, due in labels.items():
+                later = [] if is_last else [{"rule": f"f{number}_{list(labels)[-1]}{index + 1}"}]
+                either = [[due, *value, *later]]
+                if is_optional and not is_last:
+                    either.append([{"rule": f"f{number}_{label}{index + 1}"}])
+                rules[f"f{number}_{label}{index}"] = {"either": either, "is_optional": is_optional and is_last}
+    return _Rules(rules, firsts)
 
 
-def _keyword_rules(prefix: str, name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """`a=1, b="x"` as rules, the first of which stands for all. Of each argument there is a rule for where none has
-    come before it, and one for where a comma is due."""
-    properties = schema.get("properties") or {}
-    keys = list(properties)
-    broken = [key for key in UNSPLIT if key in schema]
-    if broken or not re.fullmatch(r"[.\w]+", name) or not all(key.isidentifier() for key in keys):
-        raise InvalidRequest(
-            f"Calls of {shown(name)} cannot be forced: the served model writes them in Python, so a function and its "
-            f"parameters must have Python's names, and parameters no {', '.join(UNSPLIT)} beside properties.",
-            param="tools",
-            code="unsupported_field",
-        )
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    required = set(schema.get("required") or ())
-    rules: dict[str, Any] = {}
-    for index, key in enumerate(keys):
-        own = properties[key]
-        value = {"schema": {**own, **shared} if isinstance(own, Mapping) else own}
-        is_last = index == len(keys) - 1
-        is_optional = key not in required
-        for label, comma in (("a", ""), ("b", ", ")):
-            later = [] if is_last else [{"rule": f"{prefix}_b{index + 1}"}]
-            either = [[f"{comma}{key}=", value, *later]]
-            if is_optional and not is_last:
-                either.append([{"rule": f"{prefix}_{label}{index + 1}"}])
-            rules[f"{prefix}_{label}{index}"] = {"either": either, "is_optional": is_optional and is_last}
-    return rules
+def _is_tag_name(key: str) -> bool:
+    return re.fullmatch(_TAG_NAME, key) is not None
 
 
 def _head(name: str, arguments: str) -> str:
@@ -150,4 +212,6 @@ _FORMS: dict[ToolParserType | None, Callable[[Mapping[str, Any]], dict[str, Any]
     mistral.MistralParser: _mistral,
     pythonic.PythonicParser: _pythonic,
     deepseek_v3.DeepSeekV3Parser: _deepseek_v3,
+    qwen3_coder.Qwen3CoderParser: _qwen3_coder,
+    glm45.Glm45Parser: _glm45,
 }

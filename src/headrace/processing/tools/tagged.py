@@ -35,7 +35,7 @@ class Arguments:
         reader = self._reader
         self._open(key)
         yield from reader.take(border)
-        types = set(_types(self._properties.get(key)))
+        types = set(types_of(self._properties.get(key)))
         if "string" in types and "null" not in types:
             yield from reader.string_until(end, border)
             return
@@ -58,7 +58,7 @@ class Arguments:
         self._keys.add(key)
 
 
-def _types(schema: Any) -> Iterator[str]:
+def types_of(schema: Any) -> Iterator[str]:
     """The JSON types that a schema speaks of."""
     if not isinstance(schema, Mapping):
         return
@@ -70,7 +70,7 @@ def _types(schema: Any) -> Iterator[str]:
     for key in ("anyOf", "oneOf"):
         branches = schema.get(key)
         for branch in branches if isinstance(branches, list) else ():
-            yield from _types(branch)
+            yield from types_of(branch)
 
 
 def _json_of(text: str) -> str:
