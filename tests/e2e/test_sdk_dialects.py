@@ -21,7 +21,7 @@ HI: Any = [{"role": "user", "content": "Name the rivers."}]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    options = ["--mock-engine", "--served-model-name", MODEL, "--api-key", KEY]
+    options = ["--mock-engine", "--mock-step-delay", "0.002", "--served-model-name", MODEL, "--api-key", KEY]
     with RunningServer(options) as running:
         yield running
 

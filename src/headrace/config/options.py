@@ -96,7 +96,7 @@ class ExpertsConfig:
     expert_min_gain: float = option(0.03, "least share of the fullest ranks' load that auto moves for", minimum=0)
     expert_horizon: float = option(600.0, "seconds for which auto expects a placement to fit", minimum=0)
     expert_cool_down: float = option(60.0, "seconds between two moves of auto", minimum=0)
-    expert_move_bytes: str = option("1MiB", "bytes of experts that move between two steps", metavar="SIZE")
+    expert_move_bytes: str = option("1MiB", "bytes of experts that move beside one step", metavar="SIZE")
 
 
 @dataclass(frozen=True, kw_only=True)
