@@ -111,9 +111,9 @@ def test_livez_answers_while_ten_prompts_of_200_000_characters_arrive(server: Su
         excess_s.append(worst_probe_s(server, all_answered) - idle)
         for connection in connections:
             connection.close()
-        if excess_s[-1] < 0.05:
+        if excess_s[-1] < 0.1:
             break
-    assert min(excess_s) < 0.05, excess_s
+    assert min(excess_s) < 0.1, excess_s
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -331,7 +331,7 @@ class ControlMachine(RuleBasedStateMachine):
             return
         harness = self.harness
         SlowWork.is_slow = False
-        for _ in range(1000):
+        for _ in range(1000 + 50 * len(harness.prompts)):  # one after the other, where one at a time may run
             if not harness.plane.is_busy:
                 break
             harness.turn()

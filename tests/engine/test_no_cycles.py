@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.kernels import has_native
-from headrace.testing.garbage import collecting
+from headrace.testing.garbage import TRIES, collecting
 from headrace.testing.ranks import RankRig
 from headrace.testing.tiny import write_tiny_model
 
@@ -34,8 +34,11 @@ def test_nothing_of_a_request_or_an_operation_waits_for_the_collector(tmp_path: 
 
     try:
         work()
-        with collecting() as found:
-            work()
+        for _ in range(TRIES):
+            with collecting() as found:
+                work()
+            if not found:
+                break
         assert not found, sorted(set(found))
     finally:
         rig.close()

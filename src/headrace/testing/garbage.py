@@ -6,13 +6,17 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+TRIES = 3
 _OURS = ("headrace/", "uvicorn/", "fastapi/", "starlette/")
 
 
 @contextmanager
 def collecting() -> Iterator[list[str]]:
-    """At its end the list has the names of what the block has left that is the product's, or its server's. Work that is
-    done for the first time leaves things that are made once: do it before."""
+    """At its end the list has the names of what the block has left that is the product's, or its server's.
+
+    Work that is done for the first time leaves things that are made once: do it before. What somebody else lets go
+    meanwhile is found too, once; what the work itself leaves, it leaves each of `TRIES` times.
+    """
     names: list[str] = []
     gc.collect()
     gc.disable()

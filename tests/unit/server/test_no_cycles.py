@@ -13,7 +13,7 @@ import uvicorn
 
 from headrace.server.middleware import past_middleware
 from headrace.testing.echo_app import echo_application
-from headrace.testing.garbage import collecting
+from headrace.testing.garbage import TRIES, collecting
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
@@ -80,6 +80,9 @@ async def test_nothing_of_a_request_waits_for_the_collector(port: int, name: str
 
     status = int((await ask_twice()).split()[1])
     assert status in (200, 400, 404, 408, 504), status
-    with collecting() as found:
-        await ask_twice()
+    for _ in range(TRIES):
+        with collecting() as found:
+            await ask_twice()
+        if not found:
+            break
     assert not found, sorted(set(found))
