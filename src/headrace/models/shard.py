@@ -53,6 +53,9 @@ class Shard:
         if size > 1:
             _check_size(config, size)
         experts = None
+        if config.moe is None and (sharding.slots is not None or sharding.num_redundant):
+            option = "--redundant-experts" if sharding.slots is None else "--expert-map"
+            raise ConfigError(f"{option} is not possible: {config.architecture} has no experts")
         if sharding.has_whole_experts and config.moe is not None:
             num_layers = sum(map(config.is_moe, range(config.num_layers)))
             experts = _first_map(sharding, num_layers, config.moe.num_experts)

@@ -85,7 +85,8 @@ def _after_thoughts(value: Mapping[str, Any], special_id: SpecialId) -> str:
 
 def _tool_calls(value: Mapping[str, Any], special_id: SpecialId) -> str:
     """`tools/forced.py` writes the value: what stands before, the calls of which one or more come, what is between
-    two of them (null: there is one only), what stands after, and rules that a call may be made of."""
+    two of them (null: there is one only), what stands after, and rules that a call may be made of. Each is a list of
+    parts: literals, and objects of one of the kinds that `item` knows."""
     texts: dict[str, str] = {}  # rules of plain text, with the tag that ends it
 
     def item(part: Any) -> str:
@@ -95,8 +96,8 @@ def _tool_calls(value: Mapping[str, Any], special_id: SpecialId) -> str:
             return schema_item(part["schema"])
         if "marker" in part:
             return literal(part["marker"], special_id)
-        if "either" in part:
-            return f"({' | '.join(map(quoted, part['either']))})"
+        if "one_of" in part:
+            return f"({' | '.join(map(quoted, filter(None, part['one_of'])))}){'?' if '' in part['one_of'] else ''}"
         if "text_until" in part:
             end_id = special_id(part["text_until"])
             body = f"[lazy]: TEXT {quoted(part['border'] + part['text_until'])}"

@@ -1,8 +1,9 @@
 """What rank 0 of a model and its workers (`executor/`) say to each other beside the steps, over a socket pair.
 
-Steps themselves go through the group's shared memory. One call is under way per socket, and a worker has two: one for
-what happens between two steps, one for slow work beside them. Tensors lie in an anonymous file whose descriptor comes
-along. All ranks of a server are of one version, so nothing here has to be append-only.
+Steps themselves go through the group's shared memory. One call is under way per socket, and a worker has three: for
+what happens between two steps, for slow work beside them, and for what may take nothing from them. Tensors lie in an
+anonymous file whose descriptor comes along. All ranks of a server are of one version, so nothing here has to be
+append-only.
 """
 
 from __future__ import annotations

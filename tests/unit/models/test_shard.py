@@ -177,6 +177,15 @@ def test_a_map_to_start_with_must_fit(slots: list[list[int]], num_redundant: int
         shards_of(config, 2, has_whole_experts=True, num_redundant=num_redundant, slots=slots)
 
 
+@pytest.mark.parametrize(
+    ("options", "option"),
+    [({"num_redundant": 2}, "--redundant-experts"), ({"slots": [[0, 1]]}, "--expert-map")],
+)
+def test_a_model_without_experts_has_none_to_place(options: dict[str, Any], option: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{option} is not possible: llama has no experts"):
+        shards_of(LLAMA, 2, has_whole_experts=True, **options)
+
+
 def test_a_cut_is_a_view_of_its_rows() -> None:
     numbers = np.arange(64 * 4, dtype=np.float32).reshape(64, 4)
     tensor = CheckpointTensor.from_floats("q_proj", numbers)

@@ -143,7 +143,7 @@ def tool(name: str, parameters: Any) -> Any:
 
 @pytest.mark.parametrize("form", ["pythonic", "qwen3_coder", "glm45"])
 def test_arguments_come_or_are_left_out_as_the_schema_allows(form: str) -> None:
-    properties = {"a": {"type": "boolean"}, "b": {"enum": ["x\n\"'\\", None]}, "c": {"type": "boolean"}}
+    properties = {"a": {"type": "boolean"}, "b": {"enum": ["x\n\"'\\", "", None]}, "c": {"type": "boolean"}}
     found = set()
     for required in (["b"], []):
         parameters = {"type": "object", "properties": properties, "required": required}

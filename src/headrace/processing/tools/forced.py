@@ -109,9 +109,9 @@ def _pythonic(functions: Mapping[str, Any]) -> dict[str, Any]:
     def argument(key: str, schema: Any) -> list[Any]:
         return [f"{key}=", {"schema": schema}]
 
-    rules = _one_by_one(functions, argument, r"[.\w]+", str.isidentifier, between=", ")
-    calls = [[f"{name}(", *rule, ")"] for name, rule in zip(functions, rules.firsts, strict=True)]
-    return {"before": ["["], "calls": calls, "more": [", "], "after": ["]"], "rules": rules.rules}
+    arguments = _one_by_one(functions, argument, r"[.\w]+", str.isidentifier, between=", ")
+    calls = [[f"{name}(", *own, ")"] for name, own in zip(functions, arguments.firsts, strict=True)]
+    return {"before": ["["], "calls": calls, "more": [", "], "after": ["]"], "rules": arguments.rules}
 
 
 def _qwen3_coder(functions: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,12 +121,12 @@ def _qwen3_coder(functions: Mapping[str, Any]) -> dict[str, Any]:
         value = _plain(schema, "\n", qwen3_coder.PARAMETER_END)
         return [f"{qwen3_coder.PARAMETER}{key}>\n", *value, "\n"]
 
-    rules = _one_by_one(functions, argument, _TAG_NAME, _is_tag_name)
+    arguments = _one_by_one(functions, argument, _TAG_NAME, _is_tag_name)
     calls = [
-        [start, f"\n{qwen3_coder.FUNCTION}{name}>\n", *rule, f"{qwen3_coder.FUNCTION_END}\n", end]
-        for name, rule in zip(functions, rules.firsts, strict=True)
+        [start, f"\n{qwen3_coder.FUNCTION}{name}>\n", *own, f"{qwen3_coder.FUNCTION_END}\n", end]
+        for name, own in zip(functions, arguments.firsts, strict=True)
     ]
-    return {"before": [], "calls": calls, "more": ["\n"], "after": [], "rules": rules.rules}
+    return {"before": [], "calls": calls, "more": ["\n"], "after": [], "rules": arguments.rules}
 
 
 def _glm45(functions: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,9 +136,9 @@ def _glm45(functions: Mapping[str, Any]) -> dict[str, Any]:
     def argument(key: str, schema: Any) -> list[Any]:
         return [key_start, key, key_end, "\n", value_start, *_plain(schema, "", glm45.VALUE_END), "\n"]
 
-    rules = _one_by_one(functions, argument, _TAG_NAME, _is_tag_name)
-    calls = [[start, f"{name}\n", *rule, end] for name, rule in zip(functions, rules.firsts, strict=True)]
-    return {"before": [], "calls": calls, "more": ["\n"], "after": [], "rules": rules.rules}
+    arguments = _one_by_one(functions, argument, _TAG_NAME, _is_tag_name)
+    calls = [[start, f"{name}\n", *own, end] for name, own in zip(functions, arguments.firsts, strict=True)]
+    return {"before": [], "calls": calls, "more": ["\n"], "after": [], "rules": arguments.rules}
 
 
 def _plain(schema: Any, border: str, end: str) -> list[Any]:
@@ -147,14 +147,17 @@ def _plain(schema: Any, border: str, end: str) -> list[Any]:
     if "string" not in types:
         return [{"schema": schema}, border, {"marker": end}]
     values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list) and values:
-        texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
-        return [{"either": texts}, border, {"marker": end}]
-    return [{"text_until": end, "border": border}]
+    if not isinstance(values, list):
+        return [{"text_until": end, "border": border}]
+    # Of choices that are no strings the parser tells null alone from a string.
+    texts = ["null" if value is None else value for value in values if value is None or isinstance(value, str)]
+    return [{"one_of": texts}, border, {"marker": end}]
 
 
 @dataclass(frozen=True)
-class _Rules:
+class _Arguments:
+    """Those of all functions, as rules."""
+
     rules: dict[str, Any]
     firsts: list[list[Any]]  # by function, what stands for all of its arguments; nothing where it has none
 
@@ -166,7 +169,7 @@ def _one_by_one(
     is_key: Callable[[str], bool],
     *,
     between: str = "",
-) -> _Rules:
+) -> _Arguments:
     """Arguments in the order of `properties`, each as its own rule, as formats need it that write no JSON object. With
     something `between` them there is a rule for where none has come before, and one for where it is due."""
     labels = {"a": "", "b": between} if between else {"a": ""}
@@ -195,7 +198,7 @@ def _one_by_one(
                 if is_optional and not is_last:
                     either.append([{"rule": f"f{number}_{label}{index + 1}"}])
                 rules[f"f{number}_{label}{index}"] = {"either": either, "is_optional": is_optional and is_last}
-    return _Rules(rules, firsts)
+    return _Arguments(rules, firsts)
 
 
 def _is_tag_name(key: str) -> bool:
